@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data.test_tool_calls import AS_OBJECT, ASKED, CALLED, FOUND, SAID, TOOLS
-from data.tiny_tokenizers import TOO_HARD, panicking_tokenizer
+from data.tiny_tokenizers import TOO_HARD, byte_tokenizer, panicking_tokenizer
 from fitune.data import making, tokenising
 from fitune.data.conversations.messages import Conversation, Message
 from fitune.data.conversations.templates import load_template
@@ -138,13 +138,25 @@ def test_the_first_row_that_cannot_be_used_is_named(tmp_path, write, prepare, in
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
+FAILS = {
+    "panics": (panicking_tokenizer, TOO_HARD, "the tokenizer fails: .*retry-limit"),
+    "makes its end of text": (
+        lambda: byte_tokenizer(eos_token="stem"), "a stem", "the tokenizer makes its special token 'stem' of text",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAILS)
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_row_on_which_the_tokenizer_panics_is_named_with_the_cause(write, prepare, in_processes, count):
+def test_a_row_on_which_the_tokenizer_fails_is_named_with_the_cause(
+    write, prepare, in_processes, count, fault
+):
     """A panic of Rust is no Exception: it ended the run with a traceback, and other processes without a word."""
     in_processes(count, Here)
-    source = write(row(0), row(1), {"prompt": TOO_HARD, "completion": "x"}, row(2))
-    tokenizer = panicking_tokenizer()
-    with pytest.raises(DataError, match=r"rows.jsonl:3: the tokenizer fails: .*retry-limit") as caught:
+    make, text, said = FAILS[fault]
+    source = write(row(0), row(1), {"prompt": text, "completion": "x"}, row(2))
+    tokenizer = make()
+    with pytest.raises(DataError, match=f"rows.jsonl:3: {said}") as caught:
         prepare(source, tokenizer=tokenizer)
     assert "on_bad_row: skip" in caught.value.hint
     ledger = prepare(source, tokenizer=tokenizer, on_bad_row="skip").train_ledger

@@ -92,15 +92,11 @@ def load_template(tokenizer: Any, path: str = "", *, date: str = "") -> "ChatTem
 
 
 class TokenizerFailed(DataError):
-    """The tokenizer raised an error, or panicked, on some text."""
+    """The tokenizer raised an error, or panicked, on some text, or made a special token of it."""
 
     def of_row(self, where: str) -> BadRow:
         """Returns the error as one of the row at ``where``, so that other rows go on."""
-        return BadRow(
-            f"{where}: {self.message}",
-            reason="the tokenizer fails",
-            hint="does it hold a very long run of the same character? shorten or divide it",
-        )
+        return BadRow(f"{where}: {self.message}", reason="the tokenizer fails", hint=self.hint)
 
 
 class ChatTemplate:
@@ -261,7 +257,7 @@ class PieceEncoder:
         self._prefixes_after_special = after_special == [tokenizer.eos_token_id, *alone]
 
     def encode(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """The ids of every piece. Raises DataError when plain text would become a special id all the same."""
+        """The ids of every piece. Raises TokenizerFailed, also when plain text would become a special id."""
         ids: list[list[int]] = [[] for _ in pieces]
         for plain in (False, True):
             places = [place for place, piece in enumerate(pieces) if piece.plain is plain]
@@ -287,7 +283,11 @@ class PieceEncoder:
             elif after:
                 encoded[place] = self._encode([piece.text], plain=plain)[0]
             if plain and not self.special_ids.isdisjoint(encoded[place]):
-                raise DataError(f"the tokenizer turns the plain text {piece.text!r:.60} into a special token")
+                special = self._tokenizer.decode([id for id in encoded[place] if id in self.special_ids][:1])
+                raise TokenizerFailed(
+                    f"the tokenizer makes its special token {special!r} of text",
+                    hint="write that text otherwise in the row",
+                )
         return encoded
 
     def _encode(self, texts: list[str], *, plain: bool) -> list[list[int]]:
@@ -301,7 +301,10 @@ class PieceEncoder:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            raise TokenizerFailed(f"the tokenizer fails: {str(error) or type(error).__name__}") from None
+            raise TokenizerFailed(
+                f"the tokenizer fails: {str(error) or type(error).__name__}",
+                hint="does it hold a very long run of the same character? shorten or divide it",
+            ) from None
 
 
 def _encoded(tokenizer: Any, texts: list[str], *, plain: bool) -> list[list[int]]:
