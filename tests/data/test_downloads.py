@@ -111,10 +111,7 @@ def test_a_server_that_refuses_is_named(server, status, tries):
     assert len(server.asked) == 2 * tries, "HEAD, and GET where HEAD is refused"
 
 
-def test_nothing_is_opened_that_was_not_allowed(server):
-    with pytest.raises(DataError, match="opened only when that is allowed") as caught:
-        read("https://example.org/rows.jsonl", allow_https=False)
-    assert "allow_https: true" in caught.value.hint
+def test_a_server_without_encryption_is_asked_only_when_that_is_allowed(server):
     with pytest.raises(DataError, match="http:// is not encrypted") as caught:
         read(server.url, allow_private_addresses=False)
     assert "allow_private_addresses" in caught.value.hint

@@ -141,11 +141,6 @@ def test_a_number_of_rows_is_held_out_the_same_each_time(rows, prepare, count):
     assert sorted(texts(again.eval)) == sorted(texts(prepared.eval))
 
 
-def test_more_rows_held_out_than_there_are_leave_none_to_train_on(rows, prepare):
-    with pytest.raises(DataError, match="val_fraction 100 holds out every row"):
-        prepare(rows(100), val_fraction=100)
-
-
 def test_equal_rows_are_on_the_same_side(rows, prepare):
     prepared = prepare(rows(50), rows(50), val_fraction=0.3)
     assert not set(texts(prepared.eval)) & set(texts(prepared.train))

@@ -1,6 +1,5 @@
 """A model is read to where it belongs: never more in memory than the finished one and a block, packed or not."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from huggingface_hub import constants
 from transformers.quantizers import AutoHfQuantizer
 
 from faults.budgets import Budget
-from fitune.errors import MissingExtra, ModelError
+from fitune.errors import ModelError
 from fitune.models.language_model import blocks_of
 from fitune.models.low_bit.packing import PackOnArrival, quantise_blocks
 from fitune.models.weights import load_model
@@ -151,13 +150,3 @@ def test_no_dense_model_is_taken_from_a_gpu_in_advance():
     )
     outside = [p for name, p in model.named_parameters() if "proj" not in name]
     assert expected == sum(p.nbytes for p in outside)
-
-
-@pytest.mark.parametrize(
-    ("base", "library"), [(Nf4(), "bitsandbytes"), (Hqq(bits=4), "hqq.core.quantize")], ids=["nf4", "hqq"]
-)
-def test_a_missing_library_is_not_taken_for_damaged_files(base, library, tmp_path, monkeypatch):
-    folder = saved(tmp_path / "model")
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingExtra, match=r"fitune\[quant\]"):
-        load(folder, base=base)
