@@ -39,7 +39,7 @@ def test_more_bits_are_closer(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_nothing_is_kept_for_backward_and_bytes_are_never_cast(bits):
-    linear = packed(dense_linear(torch.float32, sizes=(128, 128)), Hqq(bits=bits))
+    linear = packed(dense_linear(torch.float32, bias=False, sizes=(128, 128)), Hqq(bits=bits))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         linear(linear(torch.randn(4, 128, requires_grad=True)))
