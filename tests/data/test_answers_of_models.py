@@ -2,11 +2,11 @@
 included, and nothing that the template or somebody else wrote; in every turn, with calls of tools and reasoning."""
 
 from functools import cache
-from itertools import groupby
 
 import pytest
 
 from data.answer_templates import KINDS, tokenizer_of
+from data.tiny_tokenizers import learned_stretches
 from fitune.data.conversations.messages import Conversation, Message, ToolCall
 from fitune.data.conversations.templates import load_template
 from fitune.data.conversations.tool_calls import PROBE_TOOLS
@@ -69,8 +69,7 @@ def learned(kind, messages, *, empty=False):
     """The stretches that are learned, as text."""
     template, tokenizer, _ = model(kind)
     row = template.encode_rows([template.lay_out(conversation(messages))], empty_thoughts=empty)
-    runs = groupby(zip(row.ids.tolist(), row.supervised.tolist(), strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in run]) for wanted, run in runs if wanted]
+    return learned_stretches(tokenizer, row)
 
 
 def wanted(kind, messages, *, empty):

@@ -1,11 +1,10 @@
 """Calls of tools: every way of writing them is one conversation, which the model's own template shows and learns."""
 
 import json
-from itertools import groupby
 
 import pytest
 
-from data.tiny_tokenizers import BRACKET_STYLE, byte_tokenizer
+from data.tiny_tokenizers import BRACKET_STYLE, byte_tokenizer, learned_stretches
 from fitune.data.conversations.formats import to_example
 from fitune.data.conversations.messages import Message, ToolCall
 from fitune.data.conversations.templates import load_template
@@ -76,13 +75,6 @@ def example(fields, format="messages", **columns):
     return to_example(Row("f:1", fields), format=format, columns=tuple(columns.items()))
 
 
-def learned(template, tokenizer, conversation):
-    """The stretches that are learned, as text."""
-    row = template.encode(conversation)
-    runs = groupby(zip(row.ids, row.supervised, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in run]) for wanted, run in runs if wanted]
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_calls_and_answers_are_learned_as_the_template_writes_them(style):
     tokenizer = byte_tokenizer(template=STYLES[style])
@@ -90,7 +82,7 @@ def test_calls_and_answers_are_learned_as_the_template_writes_them(style):
     again = [{"role": "user", "content": "And now?"}, CALLED]
     for messages in ([ASKED, CALLED, FOUND, SAID], [ASKED, CALLED, FOUND, SAID, *again], [ASKED, CALLED]):
         conversation = example({"messages": messages, "tools": TOOLS})
-        parts = learned(template, tokenizer, conversation)
+        parts = learned_stretches(tokenizer, template.encode(conversation))
         answers = [message for message in messages if message["role"] == "assistant"]
         for part, answer in zip(parts, answers, strict=True):
             assert ("weather" in part and "Orléans" in part) == bool(answer.get("tool_calls"))

@@ -1,6 +1,7 @@
 """Tokenizers trained on the spot, and templates built like those on the Hub (in our words)."""
 
 from functools import cache
+from itertools import groupby
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -161,6 +162,12 @@ def as_messages(conversation):
 def learned(tokenizer, encoded):
     """The text that is learned."""
     return tokenizer.decode([i for i, wanted in zip(encoded.ids, encoded.supervised, strict=True) if wanted])
+
+
+def learned_stretches(tokenizer, encoded):
+    """The stretches that are learned, as text."""
+    runs = groupby(zip(encoded.ids, encoded.supervised, strict=True), key=lambda pair: bool(pair[1]))
+    return [tokenizer.decode([int(token) for token, _ in run]) for wanted, run in runs if wanted]
 
 
 def panicking_tokenizer(template=None):

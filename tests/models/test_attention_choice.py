@@ -66,12 +66,9 @@ def test_one_call_where_flash_attention_takes_the_stream(capability, dtype, head
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize(
-    ("capability", "calls", "masked", "repeated"),
-    [(H100, ["aten::_flash_attention_forward"], False, False), (V100, ["one for each row"] * 3, True, True)],
-)
-def test_what_runs_on_a_gpu(capability, calls, masked, repeated, window):
-    """Fake tensors on the CPU stand for CUDA's: Ampere and newer call once, older ones row by row with masks."""
+@pytest.mark.parametrize(("capability", "calls"), [(H100, 1), (V100, len(LENGTHS))])
+def test_what_runs_on_a_gpu(capability, calls, window):
+    """Fake tensors on the CPU stand for CUDA's: Ampere and newer call once, older ones for each row."""
     with FakeTensorMode(), attending_as(capability), Operations() as seen:
         q, k, v = queries_keys_values(dtype=torch.float16)
         output, _ = attend_by(rows_flash)(
@@ -82,11 +79,8 @@ def test_what_runs_on_a_gpu(capability, calls, masked, repeated, window):
         assert k.grad is not None
         assert k.grad.shape == k.shape
     attended = [name for name in seen.names if "attention" in name and "backward" not in name]
-    assert len(attended) == len(calls)
-    assert (attended == calls) is (capability == H100)
-    makes_masks = any("aten::ge" in name for name in seen.names)
-    assert makes_masks is (masked and window is not None)
-    assert ("aten::cat" in seen.names) is repeated  # rows are joined only where they were apart
+    assert len(attended) == calls
+    assert ("aten::_flash_attention_forward" in attended) is (capability == H100)
 
 
 def kernel_by_contract(
