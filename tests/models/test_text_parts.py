@@ -118,7 +118,6 @@ def test_the_text_part_alone_is_read_and_answers_like_the_whole(kind, folder, un
     ("kind", "tuning"),
     [
         ("gemma3", "lora"),
-        ("gemma4", "lora"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("gemma4", "full"), ("ministral3", "full"))
