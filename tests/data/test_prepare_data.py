@@ -105,9 +105,11 @@ def test_a_part_whose_only_token_has_nothing_before_it_is_cut(rows, prepare):
 
 
 def test_rows_too_long_are_dropped_or_refused(rows, prepare):
-    source = rows(6, length=20)
+    source = rows(6, length=20, weight=2.0)
     ledger = prepare(source, rows(2, name="short"), on_long_row="drop").train_ledger
-    assert (ledger.rows_kept, ledger.dropped) == (2, {"longer than the context": 6})
+    assert (ledger.rows_kept, ledger.dropped) == (2, {"longer than the context": 12}), (
+        "each as often as it is"
+    )
     with pytest.raises(DataError, match=r"rows.jsonl:1: the row has .* tokens, seq_len is 64: .* too many"):
         prepare(source, on_long_row="error")
 
