@@ -28,7 +28,7 @@ def test_every_row_is_read_in_order():
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (({"id": "a"}, "{'id': 1}"), r"rows\.jsonl line 2: not JSON"),
+        (({"id": "a"}, "{'id': 1}"), r"rows\.jsonl line 2: not JSON(.|\n)*one JSON object a line"),
         (({"id": "a"}, "", "[1, 2]"), "line 3: expected an object, found list"),
         (({"id": "a"}, {"id": "b"}, {"id": "a"}), "line 3: id 'a' is that of line 1 too"),
         (("",), "has no rows"),
@@ -39,12 +39,6 @@ def test_lines_that_are_no_records_are_named(tmp_path, rows, said):
         read_records(lines(tmp_path, *rows))
 
 
-def test_a_file_of_another_kind_is_told_what_a_record_is(tmp_path):
-    with pytest.raises(DataError) as caught:
-        read_records(lines(tmp_path, "model: gpt2"))
-    assert "one JSON object a line" in caught.value.hint
-
-
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"id": "\xff"}\n')
@@ -52,7 +46,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         read_records(path)
 
 
-@pytest.mark.parametrize("key", ["seq_len", "hidden", "n_gpus", "peak_mem_gib", "tok_s_per_gpu"])
+@pytest.mark.parametrize("key", ["seq_len", "tok_s_per_gpu"])
 def test_sizes_that_are_none_are_refused_with_line_and_key(tmp_path, key):
     for value in (0, -1, float("inf"), float("nan"), 10**400):
         with pytest.raises(DataError, match=f"line 2: {key} = .* must be more than zero"):

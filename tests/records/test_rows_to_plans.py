@@ -1,6 +1,8 @@
 """What a row says is what its plan does; what no plan can say is given back with the reason."""
 
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from fitune.records.score import profile_of, profiles, trainer_of
 from fitune.values.plan import (
     AdamW8bit,
     ChunkedLoss,
+    ClipByValue,
     Ddp,
     Full,
     Hqq,
@@ -43,116 +46,88 @@ def why_not(name, **changed):
     return str(reason.value)
 
 
-def lora(name, **changed):
-    tuning = plan(name, **changed).tuning
-    assert isinstance(tuning, Lora)
-    return tuning
-
-
-def test_full_training_in_pure_bf16():
-    told = plan("full-one-device")
-    assert isinstance(told.tuning, Full)
-    assert told.precision is Precision.BF16
-    assert isinstance(told.sharding, Single)
-    assert told.recompute.blocks == 32
-    assert told.batch.micro_batch_tokens == 4 * 4096
-
-
-def test_lora_on_a_packed_base():
-    assert lora("qlora-fsdp-frozen") == Lora(
-        rank=16, alpha=16, dropout=0.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"), base=Nf4(double_quant=True)
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("words", ["LoRA SFT", "SFT with QLoRA", "DoRA (not full)"])
-def test_adapters_are_no_full_training_whatever_they_are_trained_for(words):
-    assert isinstance(plan("qlora-fsdp-frozen", method=words).tuning, Lora)
-
-
 FSDP, DEEPSPEED = (partial(Zero, backend=backend) for backend in ("fsdp", "deepspeed"))
+CLIP = ClipByValue(value=1.0)
+PACKED = Lora(
+    rank=16, alpha=16, dropout=0.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"), base=Nf4(double_quant=True)
+)  # fmt: skip
+IN_BACKWARD = Full(update=InBackward(clip=CLIP))
+SAID = [  # row, what is changed of it, where its plan says it, words -> value
+    (
+        "full-one-device", "optimizer", "tuning",
+        {
+            "AdamW": Full(), "LOMO": Lomo(adaptive=False, clip=CLIP), "AdamW optimizer-in-backward": IN_BACKWARD,
+            "AdamW, optimizer_in_bwd": IN_BACKWARD, "AdamW optimizer step in backward": IN_BACKWARD,
+        },
+    ),
+    (
+        "full-fsdp-two", "sharding", "sharding",
+        {
+            "FSDP2": FSDP(stage=3), "FSDP SHARD_GRAD_OP": FSDP(stage=2), "FSDP NO_SHARD (ddp)": Ddp(), "DDP": Ddp(),
+            "distributed data parallel": Ddp(), "Fully Sharded Data Parallel": FSDP(stage=3),
+            "HSDP": FSDP(stage=3, hybrid=True), "ZeRO-3 data parallel": DEEPSPEED(stage=3),
+            "DeepSpeed ZeRO-2": DEEPSPEED(stage=2), "deepspeed zero3": DEEPSPEED(stage=3),
+        },
+    ),
+    (
+        "qlora-fsdp-frozen", "quant", "tuning.base",
+        {
+            "bnb nf4": Nf4(double_quant=True), "bnb fp4": Nf4(double_quant=True), "GPTQ int4": Nf4(double_quant=True),
+            "LLM.int8": Hqq(bits=8, group_size=4096), "HQQ 2 bit": Hqq(bits=2),
+            "HQQ 4-bit, group size none": Hqq(bits=4, group_size=4096),
+            "hqq 4bit group_size=128": Hqq(bits=4, group_size=128),
+            "hqq 4bit group_size=0": Hqq(bits=4, group_size=4096),
+        },
+    ),
+    (
+        "qlora-fsdp-frozen", "method", "tuning",
+        {"QLoRA": PACKED, "SFT with QLoRA": PACKED, "DoRA (not full)": replace(PACKED, dora=True)},
+    ),
+    ("lora-logits-decide", "method", "tuning.modules_to_save", {"lora+emb": ("embed_tokens", "lm_head")}),
+    ("lora-logits-decide", "notes", "tuning.dropout", {"lora_dropout=0.05": 0.05}),
+    (
+        "lora-logits-decide", "lora_targets", "tuning.targets",
+        {
+            "c_attn,c_proj,w1": (*PACKED.targets, "gate_proj", "down_proj"), "wq,wv": ("q_proj", "v_proj"),
+            "q_proj, v_proj, lm_head": ("q_proj", "v_proj"),
+        },
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "sharding"),
-    [
-        ("FSDP FULL_SHARD", FSDP(stage=3)),
-        ("FSDP2", FSDP(stage=3)),
-        ("FSDP SHARD_GRAD_OP", FSDP(stage=2)),
-        ("FSDP NO_SHARD (ddp)", Ddp()),
-        ("DDP", Ddp()),
-        ("distributed data parallel", Ddp()),
-        ("Fully Sharded Data Parallel", FSDP(stage=3)),
-        ("ZeRO-3 data parallel", DEEPSPEED(stage=3)),
-        ("HSDP", FSDP(stage=3, hybrid=True)),
-        ("DeepSpeed ZeRO-2", DEEPSPEED(stage=2)),
-        ("deepspeed zero3", DEEPSPEED(stage=3)),
-    ],
-)
-def test_sharding_by_its_words(words, sharding):
-    assert plan("full-fsdp-two", sharding=words).sharding == sharding
+@pytest.mark.parametrize(("name", "key", "place", "said"), SAID, ids=lambda value: str(value)[:20])
+def test_words_of_a_row_are_what_its_plan_does(name, key, place, said):
+    for words, value in said.items():
+        assert attrgetter(place)(plan(name, **{key: words})) == value, words
 
 
-@pytest.mark.parametrize(
-    ("quant", "base"),
-    [
-        ("bnb nf4", Nf4(double_quant=True)),
-        ("bnb fp4", Nf4(double_quant=True)),
-        ("GPTQ int4", Nf4(double_quant=True)),
-        ("LLM.int8", Hqq(bits=8, group_size=4096)),
-        ("HQQ 2 bit", Hqq(bits=2)),
-        ("HQQ 4-bit, group size none", Hqq(bits=4, group_size=4096)),
-        ("hqq 4bit group_size=128", Hqq(bits=4, group_size=128)),
-        ("hqq 4bit group_size=0", Hqq(bits=4, group_size=4096)),
-    ],
-)
-def test_quantisers_by_their_words(quant, base):
-    assert lora("qlora-fsdp-frozen", quant=quant).base == base
-
-
-def test_optimizers_by_their_words():
-    assert isinstance(plan("full-one-device", optimizer="LOMO").tuning, Lomo)
-    assert isinstance(plan("full-one-device", optimizer="AdamW 8bit").optimizer, AdamW8bit)
-    for words in (" optimizer-in-backward", ", optimizer_in_bwd", " optimizer step in backward"):
-        tuning = plan("full-one-device", optimizer=f"AdamW{words}").tuning
-        assert isinstance(tuning, Full)
-        assert isinstance(tuning.update, InBackward)
+def test_a_full_training_in_pure_bf16():
+    told = plan("full-one-device")
+    assert (told.precision, told.sharding, told.recompute.blocks) == (Precision.BF16, Single(), 32)
+    assert told.batch.micro_batch_tokens == 4 * 4096
+    assert plan("full-one-device", optimizer="AdamW 8bit").optimizer == AdamW8bit()
 
 
 def test_a_fused_linear_loss_is_chunked_as_liger_does_it():
     """65,536 tokens, V 32,000, h 4,096: 8 parts of 8,192."""
-    assert plan(
-        "lora-block-decides", seq_len=4096, micro_batch=16, vocab=32000, params_b=None
-    ).loss == ChunkedLoss(chunk_tokens=8192)
+    said = {"seq_len": 4096, "micro_batch": 16, "vocab": 32000, "params_b": None}
+    assert plan("lora-block-decides", **said).loss == ChunkedLoss(chunk_tokens=8192)
 
 
-def test_targets_under_other_names():
-    assert len(lora("lora-logits-decide", lora_targets="c_attn,c_proj,w1,w2 (all linear)").targets) == 7
-    assert lora("lora-logits-decide", lora_targets="wq,wv").targets == ("q_proj", "v_proj")
-    assert lora("lora-logits-decide", lora_targets="q_proj, v_proj, lm_head").targets == ("q_proj", "v_proj")
-
-
-def test_whole_tables_beside_adapters():
-    assert lora("lora-logits-decide", method="lora+emb").modules_to_save == ("embed_tokens", "lm_head")
-
-
-def test_tied_embeddings_as_the_row_says():
-    assert plan("full-one-device", tied_embeddings=True, params_b=None).model.tied_embeddings
-    assert not plan("full-one-device", tied_embeddings=False).model.tied_embeddings
+def test_tied_embeddings_as_the_row_says_or_as_its_parameters_do():
     small = {"model": "someone/small", "vocab": 128256, "params_b": 7.51}  # 8.03 B with tables of their own
-    assert plan("full-one-device", tied_embeddings=True, **small).model.tied_embeddings
+    for tied, said in ((True, {"params_b": None}), (False, {}), (True, small)):
+        assert plan("full-one-device", tied_embeddings=tied, **said).model.tied_embeddings == tied
 
 
-def test_the_dropout_that_a_row_remarks():
-    assert lora("lora-logits-decide", notes="lora_dropout=0.05").dropout == 0.05
-
-
-def test_nodes_network_and_board_in_words():
-    hardware = plan("full-fsdp-two", n_gpus=4, sharding="DeepSpeed ZeRO-2, 2 nodes x 2 GPUs").hardware
-    assert (hardware.nodes, hardware.gpus_per_node) == (2, 2)
-    hardware = plan("full-fsdp-two", n_gpus=96, gpu="H100-80GB (800 Gbps)").hardware
-    assert hardware.nodes == 12
+def test_nodes_and_network_in_words():
+    for gpus, said, nodes in (
+        (4, {"sharding": "DeepSpeed ZeRO-2, 2 nodes x 2 GPUs"}, 2), (2, {"sharding": "ZeRO-2, 0 nodes x 8 GPUs"}, 1),
+        (96, {"gpu": "H100-80GB (800 Gbps)"}, 12),
+    ):  # fmt: skip
+        hardware = plan("full-fsdp-two", n_gpus=gpus, **said).hardware
+        assert (hardware.nodes, hardware.gpus_per_node) == (nodes, gpus // nodes)
     assert hardware.internode_bandwidth == 100e9
-    assert plan("full-fsdp-two", n_gpus=2, sharding="ZeRO-2, 0 nodes x 8 GPUs").hardware.nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -169,6 +144,7 @@ def test_nodes_network_and_board_in_words():
         ({"optimizer": "GaLoreAdamW"}, "optimizer 'galoreadamw'"),
         ({"precision_mode": "fp8"}, "8 bit"),
         ({"sharding": "device_map=auto", "n_gpus": 2}, "splits a model"),
+        ({"method": "lora", "lora_targets": "q_proj,router"}, "'router' is no linear of this model"),
         ({"model": "new/model", "hidden": None}, "hidden not stated"),
         ({"model": "new/mixture", "params_b": 30.0}, "7.24 B parameters, the row says 30.00 B"),
     ],
