@@ -66,31 +66,15 @@ def make_prediction():
     )
     return Prediction(
         estimate=estimate,
-        runners_up=tuple(
+        runners_up=(
             RunnerUp(
-                summary=f"LoRA r16, recompute {blocks} of 8, micro-batch {batch}",
-                peak_bytes=mib * MIB,
-                step_seconds=seconds,
-                fits=True,
-            )
-            for blocks, batch, mib, seconds in (
-                (0, "4 × 2", 661, 1.97),
-                (8, "4 × 2", 190, 2.31),
-                (0, "8 × 1", 1290, 1.99),
-            )
+                summary="LoRA r16, recompute 8 of 8", peak_bytes=190 * MIB, step_seconds=2.31, fits=True
+            ),
         ),
         rejected=(
-            Rejection(
-                what="plain loss",
-                why="10 B × 2,048 tokens × 4,096 words = 80.0 MiB of logits; chunks of 512 need 16.0 MiB",
-            ),
-            Rejection(what="bf16", why="the CPU has no bf16 matrix units: 3.1 × slower than fp32"),
+            Rejection(what="plain loss", why="10 B × 2,048 tokens × 4,096 words = 80.0 MiB of logits"),
         ),
-        decisions=(
-            "tuning: lora, because full fine-tuning was not asked for",
-            "micro_batch_size: 4 × accumulation 2 = global_batch_size 8",
-            "gradient_checkpointing: 4 of 8 blocks",
-        ),
+        decisions=("gradient_checkpointing: 4 of 8 blocks",),
     )
 
 
@@ -133,6 +117,19 @@ def measured_phases():
 
 
 def make_run_report():
+    ledger = Ledger(
+        rows_read=2000,
+        rows_kept=1986,
+        dropped={"empty answer": 9, "no supervised token": 5},
+        rows_cut=21,
+        tokens_read=163_402,
+        tokens_cut=2_114,
+        tokens_kept=160_730,
+        tokens_supervised=53_208,
+        longest_row=742,
+        formats=("alpaca",),
+        packs=321,
+    )
     return RunReport(
         status="complete",
         reason="",
@@ -148,31 +145,8 @@ def make_run_report():
         tokens_per_second_with_data=2151.8,
         mfu=0.412,
         memory=MeasuredMemory(kind="live tensors", phases=measured_phases(), process_bytes=1180 * MIB),
-        train_data=Ledger(
-            rows_read=2000,
-            rows_kept=1986,
-            dropped={"empty answer": 9, "no supervised token": 5},
-            rows_cut=21,
-            tokens_read=163_402,
-            tokens_cut=2_114,
-            tokens_kept=160_730,
-            tokens_supervised=53_208,
-            longest_row=742,
-            formats=("alpaca",),
-            packs=321,
-        ),
-        eval_data=Ledger(
-            rows_read=105,
-            rows_kept=105,
-            dropped={},
-            rows_cut=0,
-            tokens_read=8_420,
-            tokens_cut=0,
-            tokens_kept=8_420,
-            tokens_supervised=2_790,
-            longest_row=301,
-            formats=("alpaca",),
-        ),
+        train_data=ledger,
+        eval_data=dataclasses.replace(ledger, rows_read=105),
         trainable_parameters=786_432,
         total_parameters=11_272_192,
         samples=(
@@ -182,21 +156,9 @@ def make_run_report():
                 before="the the river of the land and the of the",
                 after="The capital of Ardenia is Velm. The river Oss runs through it.",
             ),
-            Sample(
-                prompt="Add 17 and 25.",
-                expected="17 + 25 = 42",
-                before="17 the 17 17 and",
-                after="17 + 25 = 42",
-            ),
         ),
         exported="runs/demo/lora/adapter",
-        versions={
-            "fitune": "0.1.0",
-            "python": "3.11.2",
-            "torch": "2.13.0+cpu",
-            "transformers": "5.23.0",
-            "peft": "0.21.2",
-        },
+        versions={"fitune": "0.1.0", "torch": "2.13.0+cpu", "transformers": "5.23.0"},
     )
 
 
@@ -204,10 +166,6 @@ RECIPE = """model: runs/demo/base
 tuning: lora
 lora_r: 16
 data: runs/demo/train.jsonl
-val_fraction: 0.05
-seq_len: 512
-learning_rate: 0.002
-num_epochs: 3
 output_dir: runs/demo/lora
 """
 

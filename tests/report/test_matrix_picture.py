@@ -4,7 +4,6 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from fitune.errors import MissingExtra
 from fitune.report.comparison_plots import MatrixCard, draw_matrix
 
 CARD = MatrixCard(
@@ -39,12 +38,6 @@ def test_every_word_is_drawn_and_a_full_device_is_red(tmp_path):
     styles = " ".join(element.get("style", "") for element in root.iter())
     assert "#009e73" in styles
     assert "#b23c00" in styles
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match="picture"):
-        draw(tmp_path / "matrix.svg", CARD)
 
 
 def test_on_a_dark_screen_no_word_stays_dark(tmp_path):

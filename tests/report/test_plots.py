@@ -20,13 +20,8 @@ from fitune.units import format_bytes, format_number
 from fitune.values.predictions import Phase
 from report.conftest import make_steps
 
+pytest.importorskip("matplotlib")
 MIB = 1024**2
-
-
-@pytest.fixture(autouse=True)
-def with_matplotlib(request):
-    if "without" not in request.node.name:
-        pytest.importorskip("matplotlib")
 
 
 def texts(svg):
@@ -39,10 +34,10 @@ def usual_loss():
     return run_plots.loss_curve(make_steps())
 
 
-def curves_of(steps, *, predicted):
+def pictures_of(steps, *, predicted):
     return [
-        run_plots.learning_rate_curve(steps), run_plots.throughput_curve(steps, predicted=predicted),
-        run_plots.grad_norm_curve(steps, clipped_at=1.0),
+        run_plots.loss_curve(steps), run_plots.learning_rate_curve(steps),
+        run_plots.throughput_curve(steps, predicted=predicted), run_plots.grad_norm_curve(steps, clipped_at=1.0),
     ]  # fmt: skip
 
 
@@ -56,40 +51,26 @@ def test_bars_carry_the_predicted_and_the_measured_bytes(prediction):
 def test_bars_are_as_long_as_their_bytes(prediction):
     """Pixels per byte are one number over all terms, and the terms of a phase stand end to end."""
     svg = run_plots.memory_bars(prediction.estimate, {Phase.BACKWARD: 412 * MIB})
-    bars = re.findall(
+    found = re.findall(
         r'd="M ([\d.]+) [\d.]+ \nL ([\d.]+)[^"]*" clip-path="[^"]*" style="fill: var\(--([\w-]+)\)', svg
     )
-    lengths = [(name, float(right) - float(left)) for left, right, name in bars]
+    bars = [(name, float(left), float(right)) for left, right, name in found]
     weights, measured = (
-        next(length for name, length in lengths if name == wanted) for wanted in ("series-1", "ink")
+        next(right - left for name, left, right in bars if name == wanted) for wanted in ("series-1", "ink")
     )
     assert measured / weights == pytest.approx(412 / 43, rel=1e-3)
-    ends = [(name, float(right)) for _, right, name in bars]
-    stack_end = max(end for name, end in ends if name != "ink")
-    assert stack_end == pytest.approx(max(end for name, end in ends if name == "ink"))  # 412 MiB in both
+    stack, ink = (max(right for name, _, right in bars if (name == "ink") is one) for one in (False, True))
+    assert stack == pytest.approx(ink)  # 412 MiB in both
 
 
 def test_colours_are_variables_of_the_page_and_ids_are_not_repeated(prediction, steps):
-    bars = run_plots.memory_bars(prediction.estimate, {})
-    pictures = [bars, usual_loss(), *curves_of(steps, predicted=2000.0)]
+    pictures = [run_plots.memory_bars(prediction.estimate, {}), *pictures_of(steps, predicted=2000.0)]
     for svg in pictures:
         assert "var(--series-" in svg
-        assert not re.search(r"#[0-9a-f]{6}\b", svg)
-        assert "http" not in svg
-        assert "font-family" not in svg
+        assert not re.search(r"#[0-9a-f]{6}\b|http|font-family", svg)
     ids = [found for svg in pictures for found in set(re.findall(r'\sid="([^"]*)"', svg))]
     assert len(ids) == len(set(ids))
-
-
-def test_the_same_run_gives_the_same_picture(steps):
-    assert run_plots.loss_curve(steps) == usual_loss()
-
-
-def test_a_value_that_is_not_finite_gets_a_mark(steps):
-    assert "not finite" not in texts(usual_loss())
-    broken = [*steps[:-1], dataclasses.replace(steps[-1], loss=math.nan, grad_norm=math.inf)]
-    assert "not finite" in texts(run_plots.loss_curve(broken))
-    assert "not finite" in texts(run_plots.grad_norm_curve(broken, clipped_at=0))
+    assert pictures[1] == usual_loss(), "the same run gives the same picture"
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -97,8 +78,7 @@ def test_the_shortest_run_draws_without_a_warning(steps, count):
     few = [dataclasses.replace(step, learning_rate=0.0, grad_norm=math.nan) for step in steps[:count]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bars = run_plots.memory_bars(None, {Phase.IDLE: 0})
-        for svg in (bars, run_plots.loss_curve(few), *curves_of(few, predicted=None)):
+        for svg in (run_plots.memory_bars(None, {Phase.IDLE: 0}), *pictures_of(few, predicted=None)):
             ElementTree.fromstring(svg)
 
 
@@ -108,9 +88,9 @@ def test_folding_keeps_the_sums():
         Phase.BACKWARD: {f"term {n}": 3 * n + 1 for n in range(5, 14)},
     }
     folded = run_plots.fold_small_terms(phases)
-    names = {name for terms in folded.values() for name in terms}
-    assert len(names) == SERIES
-    assert {p: sum(t.values()) for p, t in folded.items()} == {p: sum(t.values()) for p, t in phases.items()}
+    assert len({name for terms in folded.values() for name in terms}) == SERIES
+    sums, before = ({p: sum(terms.values()) for p, terms in each.items()} for each in (folded, phases))
+    assert sums == before
 
 
 def test_thinning_keeps_the_spike_and_the_order():
@@ -124,13 +104,11 @@ def test_thinning_keeps_the_spike_and_the_order():
 
 def test_points_to_point_at_are_even_and_keep_the_ends_and_the_extremes():
     points = [(step, math.sin(step)) for step in range(1, 10_001)]
-    points[54] = (55, 9.0)
-    points[5_678] = (5_679, -9.0)
+    points[54], points[5_678] = (55, 9.0), (5_679, -9.0)
     thinned = plots.thin_evenly(points)
     assert len(thinned) <= 400
-    assert {points[0], points[-1], points[54], points[5_678]} <= set(thinned)
-    assert thinned == sorted(thinned)
-    assert max(b[0] - a[0] for a, b in pairwise(thinned)) <= 26
+    assert {points[place] for place in (0, -1, 54, 5_678)} <= set(thinned)
+    assert all(0 < after - before <= 26 for (before, _), (after, _) in pairwise(thinned))
     assert plots.thin_evenly(points[:400]) == points[:400]
 
 
@@ -143,15 +121,13 @@ def test_a_point_to_point_at_lies_on_the_line_that_is_drawn(steps, loss):
     few = [dataclasses.replace(step, eval_loss=None) for step in steps[:20]]
     few[3] = dataclasses.replace(few[3], loss=loss)
     svg = run_plots.loss_curve(few)
-    drawn = re.search(r'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--series-1\); stroke-width: 1.6', svg)[
-        1
-    ]
-    ends = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.]+) ([\d.]+)", drawn)]
+    drawn = re.search(r'<path d="([^"]*)"[^>]*style="[^"]*stroke: var\(--series-1\); stroke-width: 1.6', svg)
+    ends = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.]+) ([\d.]+)", drawn[1])]
     data = pointed_at(svg)
     [[name, points]] = data["curves"]
     assert name == "training"
     assert [(step, words) for step, _, words in points] == [
-        (step.step, format_number(step.loss)) for step in few
+        (one.step, format_number(one.loss)) for one in few
     ]
     for (x, y), (step, top, _) in zip(ends, points, strict=True):
         assert data["at"] + data["scale"] * step == pytest.approx(x, abs=0.01)
@@ -159,9 +135,12 @@ def test_a_point_to_point_at_lies_on_the_line_that_is_drawn(steps, loss):
         assert data["top"] <= top <= data["bottom"]
 
 
-def test_a_picture_says_its_last_values_and_leaves_out_what_is_not_finite(steps):
-    broken = [*steps[:-1], dataclasses.replace(steps[-1], loss=math.nan)]
+def test_a_value_that_is_not_finite_gets_a_mark_and_is_not_among_those_to_point_at(steps):
+    assert "not finite" not in texts(usual_loss())
+    broken = [*steps[:-1], dataclasses.replace(steps[-1], loss=math.nan, grad_norm=math.inf)]
     svg = run_plots.loss_curve(broken)
+    assert "not finite" in texts(svg)
+    assert "not finite" in texts(run_plots.grad_norm_curve(broken, clipped_at=0))
     label = ElementTree.fromstring(svg).get("aria-label")
     assert f"each step {format_number(steps[-2].loss)} in step 119" in label
     assert f"held out {format_number(steps[-1].eval_loss)} in step 120" in label
@@ -174,13 +153,11 @@ HOSTILE = """'"><img src=x onerror=alert(1)></svg><script>"""
 
 
 def test_a_name_of_a_method_or_a_term_stays_text(steps, plan, prediction, run_report):
-    term = {Phase.FORWARD: {HOSTILE: 3 * MIB}}
-    memory = dataclasses.replace(prediction.estimate.memory, phases=term)
+    memory = dataclasses.replace(prediction.estimate.memory, phases={Phase.FORWARD: {HOSTILE: 3 * MIB}})
+    peak = compare(prediction.estimate, run_report)[0]
     bars = run_plots.memory_bars(dataclasses.replace(prediction.estimate, memory=memory), {})
     curves = comparison_plots.loss_curves({HOSTILE: steps}, {HOSTILE: plan})
-    peaks = comparison_plots.method_bars(
-        {HOSTILE: compare(prediction.estimate, run_report)[0]}, name="peaks", label="Peaks"
-    )
+    peaks = comparison_plots.method_bars({HOSTILE: peak}, name="peaks", label="Peaks")
     for svg in (bars, curves, peaks):
         assert not {"img", "script"} & {node.tag for node in ElementTree.fromstring(svg).iter()}
     tips = [node.get("data-tip") for node in ElementTree.fromstring(bars).iter() if node.get("data-tip")]
@@ -190,8 +167,8 @@ def test_a_name_of_a_method_or_a_term_stays_text(steps, plan, prediction, run_re
 
 def test_the_running_mean_of_a_straight_line_is_that_line():
     line = [(step, 3.0 - 0.01 * step) for step in range(200)]
-    for (_, smooth), (_, value) in zip(run_plots.running_mean(line), line, strict=True):
-        assert smooth == pytest.approx(value)
+    smooth = run_plots.running_mean(line)
+    assert [value for _, value in smooth] == pytest.approx([value for _, value in line])
     assert run_plots.running_mean([(1, math.nan), (2, 2.0)]) == [(2, 2.0)]
 
 

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from fitune.report.run_words import long_steps, rank_rows
 from fitune.values.reports import RankReport
 
@@ -22,23 +20,17 @@ def test_times_that_nobody_measured_are_not_shown():
     assert rank_rows([RankReport(rank=0, memory={}, step_seconds=1.0)]) == []
 
 
-@pytest.fixture
-def usual(steps):
-    return [replace(step, step_seconds=0.1, tokens=100, memory_bytes={}) for step in steps[:9]]
-
-
-def test_a_long_step_is_told_with_the_throughput_of_the_others(usual, run_report):
+def test_a_long_step_is_told_with_the_throughput_of_the_others(steps, run_report):
+    usual = [replace(step, step_seconds=0.1, tokens=100, memory_bytes={}) for step in steps[:9]]
     assert long_steps(usual, run_report) == []
     usual[4] = replace(usual[4], step_seconds=10.0)
     slow, quick = (
         rank(1, 0.1, busiest_step=5, busiest_seconds=9.9),
         rank(0, 1.9, busiest_step=2, busiest_seconds=0.1),
     )
-    told = long_steps(usual, replace(run_report, ranks=(quick, slow)))
-    assert told == [
-        "step 5 took 10.0 s, and the median is 100 ms: rank 1 was slow, and the others waited for it",
+    said = "step 5 took 10.0 s, and the median is 100 ms"
+    assert long_steps(usual, replace(run_report, ranks=(quick, slow))) == [
+        f"{said}: rank 1 was slow, and the others waited for it",
         "throughput holds it; without, it is 1,000 tokens/s",
     ]
-    assert (
-        long_steps(usual, replace(run_report, ranks=()))[0] == "step 5 took 10.0 s, and the median is 100 ms"
-    )
+    assert long_steps(usual, replace(run_report, ranks=()))[0] == said

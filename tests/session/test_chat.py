@@ -12,6 +12,7 @@ from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import ModelError, RecipeError, RunDirectoryError
 from fitune.models.tokens import load_tokenizer
 from fitune.score.engines import engine_transformers
+from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.session.named_models import find_model
 from fitune.session.score.chat import Reply, converse, open_chat, side_by_side
 from fitune.session.score.score_plan import weights_and_adapter
@@ -28,6 +29,7 @@ class Heard:
     notes: list[str] = field(default_factory=list)
     pieces: dict[int, list[str]] = field(default_factory=dict)
     turns: list[list[Reply]] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
 
     def note(self, text):
         self.notes.append(text)
@@ -43,6 +45,7 @@ class Heard:
             assert "".join(self.pieces.pop(place)) == reply.text
 
     def turn(self, question, replies):
+        self.questions.append(question)
         self.turns.append(list(replies))
 
 
@@ -51,12 +54,8 @@ def run(model_folder, data_file, tmp_path_factory):
     """A LoRA run whose template is its own, and whose adapter changes what is answered."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "shop.jinja").write_text(TEMPLATE)
-    own = {
-        "learning_rate": 0.05,
-        "max_steps": 3,
-        "gradient_accumulation_steps": 1,
-        "chat_template": str(folder / "shop.jinja"),
-    }
+    own = {"learning_rate": 0.05, "max_steps": 3, "gradient_accumulation_steps": 1}
+    own["chat_template"] = str(folder / "shop.jinja")
     fitune.train(**settings_of(model_folder, data_file, folder / "run", **own))
     (folder / "shop.jinja").unlink()  # the run has it
     return folder / "run"
@@ -75,40 +74,33 @@ def answers(chat, *questions):
     return [[replace(reply, seconds=0.0) for reply in turn] for turn in heard.turns]
 
 
-def test_the_ids_of_a_chat_are_those_of_training(run, model_folder):
+def test_the_ids_of_a_chat_are_those_of_training(run, model_folder, monkeypatch):
     tokenizer = load_tokenizer(str(model_folder))
     training = load_template(tokenizer)
     training = type(training)(tokenizer, TEMPLATE, name="the run's")
+    asked, answer = [], TransformersEngine.answer
+
+    def noting(engine, requests):
+        asked.extend(request.prompt_ids for request in requests)
+        return answer(engine, requests)
+
+    monkeypatch.setattr(TransformersEngine, "answer", noting)
     chat = opened(run, system="You sell </s> hats.")
-    (side,) = chat.sides
-    asked = []
-    side.engine = _noting(side.engine, asked)
-    heard = Heard()
-    for question in ("What is 2 plus 3?", "And 4\nplus 5?"):
-        chat.ask(question, heard)
-    messages = (Message("system", "You sell </s> hats."), *side.history)
+    answers(chat, "What is 2 plus 3?", "And 4\nplus 5?")
+    messages = (Message("system", "You sell </s> hats."), *chat.sides[0].history)
     first = training.encode(Conversation(messages[:3], "here"))
     whole = training.encode(Conversation(messages, "here"))
     for ids, encoded in zip(asked, (first, whole), strict=True):
         assert list(ids) == encoded.ids[: len(ids)]
-        assert not any(encoded.supervised[: len(ids)]) or ids is asked[1]
         assert encoded.supervised[len(ids)], "the answer begins there"
-
-
-def _noting(engine, asked):
-    class Noting(type(engine)):
-        def answer(self, requests):
-            asked.extend(request.prompt_ids for request in requests)
-            return engine_transformers.TransformersEngine.answer(self, requests)
-
-    words = {name: getattr(engine, name) for name in engine.__dataclass_fields__}
-    return Noting(**words)
+    assert not any(first.supervised[: len(asked[0])])
 
 
 def test_a_base_and_its_adapter_are_loaded_once_and_answer_as_each_alone(run, model_folder):
     questions = ("What is 2 plus 3?", "What is 7 plus 8?")
     both = opened(model_folder, run)
     assert both.sides[0].engine.model is both.sides[1].engine.model
+    assert sum("has no chat template" in note for note in both.notes) == 1  # of the base: the run has its own
     together = answers(both, *questions)
     base, tuned = answers(opened(model_folder), *questions), answers(opened(run), *questions)
     assert together == [[*one, *other] for one, other in zip(base, tuned, strict=True)]
@@ -159,18 +151,21 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(run, model_folder)
     assert [reply.ended == "interrupted" for reply in chat.ask("And 4 plus 5?", Heard())] == [False, False]
 
 
-def test_lines_are_questions_and_commands(run):
+def test_lines_are_questions_and_commands_and_ctrl_c_gives_up_what_was_typed(run):
     chat, heard = opened(run), Heard()
-    lines = ["", "What is\\", "2 plus 3?", "/rest", "/reset", "What is\n", "/exit", "never asked"]
-    assert converse(chat, read=iter(lines).__next__, screen=heard) == 0
-    assert chat.sides[0].history[0] == Message("user", "What is")
-    assert len(heard.turns) == 2
-    assert heard.notes == ["/rest is unknown; /reset begins anew, /exit ends", "the conversation begins anew"]
-
-
-def test_ctrl_c_between_two_answers_gives_up_what_was_typed(run):
-    chat, heard = opened(run), Heard()
-    lines = iter(["given up\\", KeyboardInterrupt(), "What is", None])
+    lines = iter(
+        [
+            "",
+            "given up\\",
+            KeyboardInterrupt(),
+            "What is\\",
+            "2 plus 3?",
+            "/rest",
+            "/reset",
+            "What is\n",
+            "/exit",
+        ]
+    )
 
     def read():
         line = next(lines)
@@ -179,8 +174,12 @@ def test_ctrl_c_between_two_answers_gives_up_what_was_typed(run):
         return line
 
     assert converse(chat, read=read, screen=heard) == 0
-    assert chat.sides[0].history[0] == Message("user", "What is")
-    assert heard.notes == ["\n(/exit or Ctrl-D ends)"]
+    assert [turn[0].error for turn in heard.turns] == ["", ""]
+    assert heard.questions == ["What is\n2 plus 3?", "What is"]
+    assert len(chat.sides[0].history) == 2
+    assert heard.notes == [
+        "\n(/exit or Ctrl-D ends)", "/rest is unknown; /reset begins anew, /exit ends", "the conversation begins anew",
+    ]  # fmt: skip
 
 
 def test_names_of_models(run, model_folder, tmp_path):
@@ -195,14 +194,6 @@ def test_names_of_models(run, model_folder, tmp_path):
     (tmp_path / "plan.json").write_text((run / "plan.json").read_text())
     with pytest.raises(RunDirectoryError, match="has exported nothing yet"):
         find_model(str(tmp_path))
-
-
-def test_a_model_without_a_template_is_said(model_folder, run):
-    assert (
-        "the tokenizer has no chat template, so fitune's plain template is used"
-        in opened(model_folder).notes[0]
-    )
-    assert not any("chat template" in note for note in opened(run).notes)
 
 
 def test_columns_keep_within_their_width():

@@ -23,14 +23,12 @@ def test_what_is_learned_is_marked(model_folder, data_file, monkeypatch):
     shown = view(model_folder, data_file)
     first = shown.rows[0]
     assert [part.is_learned for part in first.parts] == [False, True]
-    assert "2 plus 3 is 5, and that is all." in first.parts[1].text
     assert "What is 2 plus 3?" in first.parts[0].text
-    assert shown.train.rows_kept == 56
-    assert sum(bar.rows for bar in shown.lengths) == 56
+    assert sum(bar.rows for bar in shown.lengths) == shown.train.rows_kept == 56
     assert str(replace(shown.lengths[0], shortest=47, longest=47)) == "47"
     assert str(replace(shown.lengths[0], shortest=940, longest=1047)) == "940–1,047"
     text = explain_data(shown)
-    assert "»2 plus 3 is 5" in text
+    assert "»2 plus 3 is 5, and that is all." in text
     assert f"{first.tokens:,} tokens, {first.learned:,} learned" in text
     monkeypatch.setattr(sys, "stdout", Tty())
     assert "\033[32m2 plus 3" in explain_data(shown)
@@ -49,15 +47,10 @@ def test_a_long_row_is_shown_by_its_beginning_and_its_end(model_folder, tmp_path
 
 
 def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    rows = [
-        {"question": "What is 2 plus 3?", "answer": "2 plus 3 is 5, and that is all. " * 9},
-        {"question": "What is 2 plus 3? " * 30, "answer": "5"},
-        {"question": "What is 2 plus 3?", "answer": ""},
-        {"question": "What is 2 plus 3?", "answer": "5"},
-    ]
-    write_lines(file, rows)
-    told = []
+    file, told = tmp_path / "rows.jsonl", []
+    asked = "What is 2 plus 3?"
+    pairs = (asked, "2 plus 3 is 5, and that is all. " * 9), (asked * 30, "5"), (asked, ""), (asked, "5")
+    write_lines(file, [{"question": question, "answer": answer} for question, answer in pairs])
     shown = view(model_folder, file, told=told, rows=5)
     stopped = [event.text for event in told if isinstance(event, Note)]
     assert any("rows.jsonl:3" in line for line in stopped), "training would stop at the empty answer"
@@ -66,7 +59,7 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
     assert cut.kept == 64 < cut.tokens
     assert no_answer.why_not == "no answer left after truncation"
     assert empty.where.endswith("rows.jsonl:3")
-    assert "dropped" in explain_data(shown)
+    assert f"{empty.where}: dropped: " in explain_data(shown)
 
 
 @pytest.mark.parametrize("learn", [False, True])
@@ -75,15 +68,9 @@ def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(model_
     turns = [("user", "What is 2 plus 3?"), ("assistant", "<think>two and three</think>5")]
     rows = [[*turns, ("user", "So?"), ("assistant", "5")], turns]
     talks = [[{"role": role, "content": text} for role, text in row] for row in rows]
-    file = tmp_path / "rows.jsonl"
-    write_lines(file, [{"messages": talk} for talk in talks])
-    shown = view(
-        model_folder,
-        file,
-        chat_template=str(tmp_path / "thinking.jinja"),
-        seq_len=512,
-        train_on_empty_thinking=learn,
-    )
+    file = write_lines(tmp_path / "rows.jsonl", [{"messages": talk} for talk in talks])
+    own = {"chat_template": str(tmp_path / "thinking.jinja"), "train_on_empty_thinking": learn}
+    shown = view(model_folder, file, seq_len=512, **own)
     left_out, empty = shown.notes
     assert left_out.startswith("1 answer of the first 2 rows: the template leaves out the reasoning")
     assert empty.startswith("1 answer of the first 2 rows: the template puts an empty thinking block there")
@@ -94,9 +81,8 @@ def test_reasoning_that_the_template_leaves_out_and_empty_blocks_are_told(model_
 
 
 def test_the_page_escapes_what_rows_say(model_folder, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"question": "<script>alert(1)</script>", "answer": "\x1b[2J<b>5</b>"}) + "\n")
-    shown = view(model_folder, file, seq_len=256)
+    hostile = {"question": "<script>alert(1)</script>", "answer": "\x1b[2J<b>5</b>"}
+    shown = view(model_folder, write_lines(tmp_path / "rows.jsonl", [hostile]), seq_len=256)
     page = write_data_page(shown, tmp_path / "data.html").read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
@@ -116,22 +102,18 @@ def test_packs_are_counted_as_training_counts_them(model_folder, data_file, pack
     ids=["a bad row", "skipped", "a long row"],
 )
 def test_the_command_fails_where_training_would_stop(call, model_folder, tmp_path, settings, code):
-    file = tmp_path / "rows.jsonl"
-    answers = ("", "5", "5 " * 90)
-    write_lines(file, [{"question": "What is 2 plus 3?", "answer": answer} for answer in answers])
+    rows = [{"question": "What is 2 plus 3?", "answer": answer} for answer in ("", "5", "5 " * 90)]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
     words = ("data", "--model", model_folder, "--data", file, "--seq-len", "64", *settings)
-    ended = call(*words)
-    assert ended.code == code
-    assert ("training would stop" in ended.err) == bool(code)
-    assert "What is 2 plus 3?" in ended.out
-    ended = call(*words, "--json")
-    assert ended.code == code
+    for more in ((), ("--json",)):
+        ended = call(*words, *more)
+        assert ended.code == code
+        assert "What is 2 plus 3?" in ended.out
     assert bool(json.loads(ended.out)["would_stop"]) == bool(code)
 
 
 def test_where_no_row_is_left_the_row_that_training_stops_at_is_named(call, model_folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"text": "caf\xe9"}\n')
-    ended = call("data", "--model", model_folder, "--data", file)
-    ended.ends(2, "rows.jsonl:1: not UTF-8: byte 0xe9 at column 14")
-    assert "iconv" in ended.err
+    words = ("data", "--model", model_folder, "--data", file)
+    call(*words).ends(2, "rows.jsonl:1: not UTF-8: byte 0xe9 at column 14")

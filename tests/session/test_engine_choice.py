@@ -16,7 +16,6 @@ from fitune.values.plan import DataSource
 
 ANSWERED = {"prompt": "What is 2 plus 3?", "completion": "5"}
 CHOICES = {"question": "What is 2 plus 3?", "choices": ["5", "6"], "answer": 0}
-TEXT = {"text": "Two plus three is five."}
 
 
 @pytest.fixture
@@ -56,18 +55,13 @@ def choice(plan, engine=None):
 @pytest.mark.parametrize(
     ("gpus", "vllm", "engine", "model", "rows", "chosen"),
     [
-        (0, True, None, "llama-3.1-8b", 9, None),  # a processor
-        (0, True, "vllm", "llama-3.1-8b", 9, None),
-        (1, False, None, "llama-3.1-8b", 9, None),
+        (0, True, "vllm", "llama-3.1-8b", 9, None),  # a processor
         (4, False, None, "llama-3.1-8b", 9, None),
         (4, True, "transformers", "llama-3.1-70b", 9, None),  # named: it runs, or says itself why not
         (1, True, "vllm", "llama-3.1-8b", 9, None),  # one device is the default
         (1, True, None, "llama-3.1-8b", 2, ("transformers", 1)),  # vLLM's start alone takes longer
-        (1, True, None, "llama-3.1-8b", 5_000, ("vllm", 1)),
-        (8, True, None, "llama-3.1-8b", 2, ("transformers", 1)),
         (8, True, None, "llama-3.1-8b", 5_000, ("vllm", 8)),
-        (2, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # 131 GiB of weights on devices of 80
-        (3, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # three do not divide 64 heads
+        (3, True, "vllm", "llama-3.1-70b", 9, ("vllm", 2)),  # 131 GiB on devices of 80; three do not divide 64 heads
         (2, True, None, "llama-3.1-70b", 9, ("vllm", 2)),
     ],
 )  # fmt: skip
@@ -77,22 +71,16 @@ def test_the_fastest_engine_that_fits_here_is_chosen(here, tmp_path, gpus, vllm,
 
 
 @pytest.mark.parametrize(
-    ("row", "graders", "engine", "chosen"),
-    [
-        (CHOICES, (), "", None),
-        (CHOICES, ("choice",), "vllm", ("vllm", 2)),
-        (ANSWERED, ("perplexity",), "", None),
-        (ANSWERED, ("perplexity",), "vllm", ("vllm", 2)),
-        (TEXT, ("perplexity",), "", None),
-        (TEXT, ("perplexity",), "vllm", ("vllm", 2)),
-    ],
+    ("row", "graders"),
+    [(CHOICES, ()), (ANSWERED, ("perplexity",)), ({"text": "Two plus three is five."}, ("perplexity",))],
 )
 def test_what_is_weighed_is_weighed_by_transformers_or_by_as_many_devices_as_hold_the_model(
-    here, tmp_path, row, graders, engine, chosen
+    here, tmp_path, row, graders
 ):
     here(*["NVIDIA A100-SXM4-80GB"] * 2)
     plan = plan_for(tmp_path, row, rows=9, model="llama-3.1-70b", graders=graders)
-    assert choice(plan, engine) == chosen
+    assert choice(plan) is None
+    assert choice(plan, "vllm") == ("vllm", 2)
 
 
 def test_a_model_that_does_not_fit_the_node_is_refused_with_the_sums(here, tmp_path):

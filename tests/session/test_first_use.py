@@ -31,17 +31,14 @@ def little(monkeypatch):
 
 @pytest.mark.usefixtures("little")
 def test_the_first_training_measures_and_the_second_does_not():
-    here = detect_hardware(use_gpus=False)
-    said = []
+    here, said = detect_hardware(use_gpus=False), []
     before = torch.get_rng_state()
-    assert measure_on_first_use(here, emit=lambda event: said.append(str(event)), environment={})
+    assert measure_on_first_use(here, emit=said.append, environment={})
     assert torch.equal(before, torch.get_rng_state())
-    assert "measured this processor in" in said[0]
     again = calibrated(here)
-    assert again.calibration is not None
     assert again.calibration.device == quick_key(device_key(here.gpu, cores=here.cpu_cores))
-    assert not measure_on_first_use(again, emit=lambda event: said.append(str(event)), environment={})
-    assert len(said) == 1
+    assert not measure_on_first_use(again, emit=said.append, environment={})
+    assert ["measured this processor in" in str(event) for event in said] == [True]
 
 
 @pytest.mark.usefixtures("little")
@@ -49,69 +46,50 @@ def test_the_first_training_measures_and_the_second_does_not():
     "wrong",
     [{"tuning": "full", "dora": True}, {"data": "nowhere.jsonl"}, {"global_batch_size": 7, "gpus": 2}],
 )
-def test_what_is_wrong_is_refused_before_the_processor_is_measured(
-    monkeypatch, model_folder, tmp_path, wrong
-):
+def test_what_is_wrong_is_refused_before_the_processor_is_measured(monkeypatch, settings, wrong):
     monkeypatch.delenv("FITUNE_CALIBRATE")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
-    given = {"model": str(model_folder), "data": str(rows), "output_dir": str(tmp_path / "run"), "gpu": "cpu"}
     said = []
     with pytest.raises(FituneError):
-        first_attempt(
-            parse_recipe(given | wrong), overwrite=False, emit=lambda event: said.append(str(event))
-        )
+        first_attempt(parse_recipe(settings | wrong), overwrite=False, emit=said.append)
     assert said == []
 
 
 @pytest.mark.usefixtures("little")
-def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(monkeypatch, model_folder, tmp_path):
+def test_the_first_plan_of_a_scoring_measures_and_the_second_uses_it(monkeypatch, model_folder, data_file):
     monkeypatch.delenv("FITUNE_CALIBRATE")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "How many?", "completion": "Two."}\n')
-    source = DataSource(path=str(rows))
     asked = ScorePlan(
-        model=str(model_folder), sources=(source,), output_dir="", sampling=Sampling(max_new_tokens=8)
-    )
+        model=str(model_folder), sources=(DataSource(path=str(data_file)),), output_dir="",
+        sampling=Sampling(max_new_tokens=8),
+    )  # fmt: skip
     said = []
-
-    def plan(gpu=""):
-        return plan_scoring(asked, engine="transformers", gpu=gpu, emit=lambda event: said.append(str(event)))
-
-    plans = [plan() for _ in range(2)]
-    assert "measured this processor in" in said[0]
-    assert len(said) == 1
-    first, second = (plan.chosen.answering.hardware.calibration for plan in plans)
-    assert first is not None
-    assert first == second
-    assert plan(gpu="h100").chosen.answering.hardware.calibration is None
+    first, second, elsewhere = (
+        plan_scoring(asked, engine="transformers", gpu=gpu, emit=said.append).chosen.answering.hardware
+        for gpu in ("", "", "h100")
+    )
+    assert ["measured this processor in" in str(event) for event in said] == [True]
+    assert first.calibration == second.calibration != elsewhere.calibration is None
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("little")
 def test_two_processes_are_measured_while_both_work(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    alone = replace(detect_hardware(use_gpus=False), cpu_cores=2)
+    alone, said = replace(detect_hardware(use_gpus=False), cpu_cores=2), []
     two = replace(alone, gpus_per_node=2)
-    said = []
-    assert measure_on_first_use(two, emit=lambda event: said.append(str(event)), environment={})
-    assert "measured this processor by 2 processes in" in said[0]
+    assert measure_on_first_use(two, emit=said.append, environment={})
+    assert "measured this processor by 2 processes in" in str(said[0])
     found = calibrated(two).calibration
-    assert found is not None
     assert found.device.startswith("cpu-1-threads-2-processes-")
-    assert found.threads == 1
-    assert found.collectives is not None
-    assert found.collectives.ranks == 2
+    assert (found.threads, found.collectives.ranks) == (1, 2)
     assert calibrated(alone).calibration is None
 
 
 @pytest.mark.slow
 def test_processes_that_cannot_measure_are_said_and_stop_nothing(monkeypatch):
     monkeypatch.setattr(device_rates, "HURRIED", replace(device_rates.HURRIED, rounds=0))
-    two = replace(detect_hardware(use_gpus=False), gpus_per_node=2)
-    said = []
-    assert not measure_on_first_use(two, emit=lambda event: said.append(str(event)), environment={})
-    assert "were not measured: a process that measures this processor ended with" in said[0]
+    two, said = replace(detect_hardware(use_gpus=False), gpus_per_node=2), []
+    assert not measure_on_first_use(two, emit=said.append, environment={})
+    assert "were not measured: a process that measures this processor ended with" in str(said[0])
     assert not calibrations_folder().exists()
 
 
@@ -132,6 +110,6 @@ def test_another_processor_has_another_name(tmp_path):
         file = tmp_path / kind
         file.write_text(f"processor : 0\nmodel name : {kind}\n")
         names.append(quick_key("cpu-2-threads", cpuinfo=file))
-    assert names[0] != names[1]
+    names.append(quick_key("cpu-2-threads", cpuinfo=tmp_path / "none"))
+    assert len(set(names)) == 3
     assert all(name.startswith("cpu-2-threads-") and name.endswith("-quick") for name in names)
-    assert quick_key("cpu-2-threads", cpuinfo=tmp_path / "none").endswith("-quick")

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from fitune.data.conversations.templates import load_template
+from fitune.files import cache_folder
 from fitune.models.adapters import load_adapter
 from fitune.models.tokens import load_tokenizer
 from fitune.score.engines.engine import Request, Sampling
@@ -15,11 +16,6 @@ from fitune.session.score.scoring import merged_where_needed
 from models.tiny_models import load
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FITUNE_CACHE", str(tmp_path / "cache"))
 
 
 def save_adapter(model_folder, folder, **settings):
@@ -76,4 +72,4 @@ def test_it_is_merged_once_for_each_content(model_folder, tmp_path, monkeypatch)
 def test_what_vllm_takes_is_not_merged(model_folder, tmp_path):
     adapter = save_adapter(model_folder, tmp_path / "adapter", use_rslora=True)
     assert merged_where_needed(str(model_folder), adapter, emit=ignore_event) == ""
-    assert not (tmp_path / "cache" / "merged").exists()
+    assert not (cache_folder() / "merged").exists()

@@ -12,11 +12,9 @@ from fitune.errors import DataError, NothingFits, RecipeError, SystemFailed
 from fitune.models.language_model import LanguageModel
 from fitune.session.events import Compared, DataRead, Exported, Planned, Predicted, RanOutOfMemory
 from fitune.session.recipes.reading import recipe_of
-from fitune.values.predictions import PlanReport
 from fitune.values.reports import StepReport
+from jsonl import read_lines
 from runs import same_weights, set_words
-
-FUNCTIONS = ("plan", "rehearse", "train", "score", "score_tasks", "export", "report")
 
 
 def test_the_keywords_are_the_keys_of_a_recipe():
@@ -27,12 +25,9 @@ def test_the_keywords_are_the_keys_of_a_recipe():
 
 def test_a_mapping_is_a_recipe_too_and_nothing_else_is():
     report = fitune.plan({"base_model": "gpt2", "gpu": "h100", "tuning": "full"}, tuning="lora")
-    same = fitune.plan(model="gpt2", gpu="h100", tuning="lora")
-    assert report.chosen.plan.tuning == same.chosen.plan.tuning
-    assert report.chosen.estimate.memory == same.chosen.estimate.memory
-    nothing = 3
+    assert report.chosen == fitune.plan(model="gpt2", gpu="h100", tuning="lora").chosen
     with pytest.raises(RecipeError, match="cannot be read from 3"):
-        fitune.plan(nothing)
+        fitune.plan(3)
 
 
 def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path):
@@ -50,12 +45,7 @@ def test_keywords_win_over_the_file_and_none_leaves_a_setting_open(tmp_path):
     [
         ({"modle": "gpt2"}, RecipeError, "model"),
         ({}, RecipeError, "no model is named"),
-        ({"model": "gpt2", "tuning": "lore"}, RecipeError, "tuning"),
-        (
-            {"model": "meta-llama/Llama-2-70b-hf", "gpu": "v100-32gb", "tuning": "full"},
-            NothingFits,
-            "GiB",
-        ),
+        ({"model": "meta-llama/Llama-2-70b-hf", "gpu": "v100-32gb", "tuning": "full"}, NothingFits, "GiB"),
     ],
 )
 def test_what_cannot_be_is_an_error_to_catch(wrong, error, said):
@@ -65,11 +55,11 @@ def test_what_cannot_be_is_an_error_to_catch(wrong, error, said):
 
 def test_what_is_planned_is_rehearsed(settings):
     report, rehearsed = fitune.plan(**settings), fitune.rehearse(**settings)
-    assert isinstance(report, PlanReport)
     assert rehearsed.report.chosen.estimate == report.chosen.estimate
     estimated = report.chosen.estimate.memory.tensor_peak_bytes
     assert rehearsed.rehearsal.tensor_peak_bytes == pytest.approx(estimated, rel=0.02)
     assert "peak of tensors" in fitune.explain(rehearsed)
+    assert "peak of tensors" in rehearsed._repr_html_()
 
 
 def test_a_run_by_functions_is_the_run_by_commands(settings, tmp_path, call, capsys):
@@ -92,16 +82,14 @@ def test_a_run_by_functions_is_the_run_by_commands(settings, tmp_path, call, cap
     call("export", commands).ends(0)
     assert what_was_done(tmp_path / "run") == what_was_done(commands)
     assert same_weights(tmp_path / "run" / "merged", commands / "merged")
-
-    assert all(callable(getattr(fitune, name)) for name in FUNCTIONS)
     assert fitune.train(**settings) == by_functions  # complete already
 
 
 def what_was_done(run):
     """All but times and paths: the recipe, the plan, every step, the report and the prediction."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     files = [json.loads((run / name).read_text()) for name in ("plan.json", "estimate.json", "report.json")]
-    return [_timeless(value, run) for value in [*steps, *files, (run / "recipe.yaml").read_text()]]
+    done = [*read_lines(run / "metrics.jsonl"), *files, (run / "recipe.yaml").read_text()]
+    return [_timeless(value, run) for value in done]
 
 
 def _timeless(value, run):
@@ -144,10 +132,9 @@ def test_what_the_system_refuses_is_an_error_to_catch(monkeypatch):
     assert failed.value.exit_code == 1
 
 
-@pytest.mark.parametrize("other", [3, None, "runs/first"])
-def test_what_has_no_text_is_refused_by_name(other):
-    with pytest.raises(RecipeError, match=type(other).__name__):
-        fitune.explain(other)
+def test_what_has_no_text_is_refused_by_name():
+    with pytest.raises(RecipeError, match="str"):
+        fitune.explain("runs/first")
 
 
 @pytest.mark.parametrize(
@@ -164,13 +151,10 @@ def test_a_notebook_shows_a_plan_and_a_run_and_writes_steps_over_each_other(
 ):
     assert "✔ FITS" in fitune.plan(**settings)._repr_html_()
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    report = fitune.train(**settings | {"max_steps": 3, "output_dir": tmp_path / "<b>"})
+    report = fitune.train(**settings | {"output_dir": tmp_path / "<b>"})
     steps = capsys.readouterr().out.split("\r")[1:]
-    assert [step[:8] for step in steps] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert not steps[1].endswith("\n")
-    shown = report._repr_html_()
-    assert "complete" in shown
-    assert "3 steps" in shown
-    assert "&lt;b&gt;/adapter" in shown
+    assert [step[:8] for step in steps] == ["step 1/2", "step 2/2"]
+    assert not steps[0].endswith("\n")
+    assert "2 steps" in report._repr_html_()
+    assert "&lt;b&gt;/adapter" in report._repr_html_()
     assert "Throughput" in fitune.report(tmp_path / "<b>")._repr_html_()
-    assert "peak of tensors" in fitune.rehearse(**settings)._repr_html_()

@@ -21,7 +21,6 @@ def cluster_of(*cores, free):
     ("free", "workers"),
     [
         (0.0, 2),  # all cores are held, by this run and others
-        (1.0, 3),
         (2.0, 4),
         (4.0, 2),  # the run's own workers have just ended
     ],

@@ -29,8 +29,12 @@ WORDS, MEAN = 1200, 311
 
 @pytest.fixture
 def short_rows(tmp_path):
-    write_lines(tmp_path / "rows.jsonl", [{"prompt": "p" * 600, "completion": "c" * 600}] * 40)
-    return str(tmp_path / "rows.jsonl")
+    rows = [{"prompt": "p" * 600, "completion": "c" * 600}] * 40
+    return str(write_lines(tmp_path / "rows.jsonl", rows))
+
+
+def lora_on_a_card(**settings):
+    return parse_recipe({**CASES["lora on a card"], **settings})
 
 
 def on_rows(plan, mean):
@@ -51,37 +55,30 @@ def test_short_rows_are_planned_for(short_rows, settings):
 
 
 def test_what_is_planned_is_what_is_trained(short_rows, tmp_path):
-    recipe = parse_recipe(
-        {**CASES["lora on a card"], "data": [short_rows], "output_dir": str(tmp_path / "run")}
-    )
+    recipe = lora_on_a_card(data=[short_rows], output_dir=str(tmp_path / "run"))
     planned, trained = plan_on_data(recipe), plan_to_train(recipe, hardware=wanted_hardware(recipe))
     assert trained.chosen.plan == planned.chosen.plan
 
 
-def test_a_named_average_is_obeyed(short_rows):
-    recipe = parse_recipe({**CASES["lora on a card"], "data": [short_rows], "mean_row_tokens": 1500})
-    assert plan_on_data(recipe).chosen.plan.batch.mean_row_tokens == 1500
-
-
-def test_rows_elsewhere_count_as_full():
-    recipe = parse_recipe({**CASES["lora on a card"], "data": ["owner/name"]})
+def test_a_named_average_is_obeyed_and_rows_elsewhere_count_as_full(short_rows):
+    named = plan_on_data(lora_on_a_card(data=[short_rows], mean_row_tokens=1500))
+    assert named.chosen.plan.batch.mean_row_tokens == 1500
+    recipe = lora_on_a_card(data=["owner/name"])
     batch = plan_on_data(recipe).chosen.plan.batch
     assert (batch.mean_row_tokens, batch) == (0, plan_for(recipe).chosen.plan.batch)
 
 
 def test_a_run_goes_on_by_the_rows_it_began_with(short_rows, tmp_path):
     """More rows of another length may have come since."""
-    recipe = parse_recipe({**CASES["lora on a card"], "data": [short_rows], "output_dir": str(tmp_path)})
-    (tmp_path / "plan.json").write_text(to_json(plan_on_data(recipe).chosen.plan))
-    assert as_begun(recipe).mean_row_tokens == MEAN
-    (tmp_path / "plan.json").write_text(to_json(plan_for(recipe).chosen.plan))
-    assert as_begun(recipe).mean_row_tokens is None
+    recipe = lora_on_a_card(data=[short_rows], output_dir=str(tmp_path))
+    for planned, tokens in ((plan_on_data(recipe), MEAN), (plan_for(recipe), None)):
+        (tmp_path / "plan.json").write_text(to_json(planned.chosen.plan))
+        assert as_begun(recipe).mean_row_tokens == tokens
 
 
 @pytest.mark.parametrize(
     ("said", "batch"),
     [
-        ({}, 18),
         ({"micro_batch_size": 3}, 18),
         ({"micro_batch_size": 3, "gradient_accumulation_steps": 1}, None),
     ],
@@ -89,16 +86,14 @@ def test_a_run_goes_on_by_the_rows_it_began_with(short_rows, tmp_path):
 )
 def test_a_run_goes_on_by_the_global_batch_it_began_with(tmp_path, said, batch):
     """By default it is a multiple of the devices: 18 rows on six and 16 on one, which would be refused."""
-    six = {**CASES["lora on a card"], "output_dir": str(tmp_path), "gpus": 6, **said}
-    (tmp_path / "plan.json").write_text(to_json(plan_for(parse_recipe(six)).chosen.plan))
-    recipe = parse_recipe(six | {"gpus": 1, "resume": True})
-    assert as_begun(recipe).global_batch_size == batch
+    six = {"output_dir": str(tmp_path), "gpus": 6, **said}
+    (tmp_path / "plan.json").write_text(to_json(plan_for(lora_on_a_card(**six)).chosen.plan))
+    assert as_begun(lora_on_a_card(**six | {"gpus": 1, "resume": True})).global_batch_size == batch
 
 
 def test_devices_that_do_not_divide_the_batch_of_a_run_are_refused_as_such():
-    settings = {**CASES["lora on a card"], "gpus": 4, "resume": True, "global_batch_size": 18}
     with pytest.raises(RecipeError, match=r"18 cannot be divided evenly: 18 / \(4 devices\)") as refused:
-        plan_for(parse_recipe(settings))
+        plan_for(lora_on_a_card(gpus=4, resume=True, global_batch_size=18))
     assert "a run goes on with the global batch that it began with" in str(refused.value.hint)
 
 
@@ -125,12 +120,12 @@ def test_what_a_cluster_is_given_plans_the_same_again():
 )
 def test_an_average_micro_batch(packing, tokens, rows):
     """Average rows; packs are as full as without an average, of more rows."""
-    pins = {"micro_batch_size": 2, "packing": packing, "mean_row_tokens": 300}
-    plan = plan_for(parse_recipe({**CASES["lora on a card"], "tuning": "qlora", **pins})).chosen.plan
+    recipe = lora_on_a_card(tuning="qlora", micro_batch_size=2, packing=packing, mean_row_tokens=300)
+    plan = plan_for(recipe).chosen.plan
     shape = usual_batch(plan)
     assert (shape.tokens, shape.rows, shape.row_tokens) == (tokens, rows, 300)
     assert usual_batch(on_rows(plan, 0)) == usual_batch(on_rows(plan, 2048)) == largest_batch(plan)
-    packs = -(-90 * 300 // 2048) if packing else 90
-    assert (full_rows(plan, 90).tokens, full_rows(plan, 90).units) == (90 * 300, packs)
+    epoch = full_rows(plan, 90)
+    assert (epoch.tokens, epoch.units) == (90 * 300, -(-90 * 300 // 2048) if packing else 90)
     of_steps = replace(plan, schedule=replace(plan.schedule, duration=Steps(count=5)))
     assert full_rows(of_steps, None).units == 5 * plan.batch.global_batch_size

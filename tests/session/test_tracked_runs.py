@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,8 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture
 def settings(settings, monkeypatch):
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    )
+    monkeypatch.syspath_prepend(TESTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setitem(
         TRACKERS, "toy", TrackerRow(tracker="track.toy_trackers:Toy", library="json", extra="toy")
     )

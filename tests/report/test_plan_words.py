@@ -1,12 +1,13 @@
 """Every choice a plan can make has words, on the page and on the command line."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from fitune.report.plan_words import headline, sentences, settings
 from fitune.values.plan import (
     AdamW8bit,
+    Batch,
     ClipByNorm,
     ClipByValue,
     Ddp,
@@ -17,6 +18,10 @@ from fitune.values.plan import (
     Lora,
     Nf4,
     Offload,
+    PlainLoss,
+    Recompute,
+    Sgd,
+    Steps,
     Zero,
 )
 from fitune.values.words import describe_placement, describe_plan, method_parts
@@ -72,8 +77,45 @@ def test_every_choice_has_words(choice, line):
     assert describe_placement(plan) in told
 
 
-def test_offload_is_among_the_settings():
-    plan = plan_for(small_llama(), offload=Offload(activations="cpu"))
-    listed = dict(settings(plan))
-    assert listed["offload.activations"] == "cpu"
-    assert listed["offload.optimizer"] == "device"
+def test_the_plan_in_words_has_its_numbers(plan):
+    text = " ".join(sentences(plan, total=90))
+    for words in (
+        "4 × 512 × 2 = 4,096 tokens", "The first 4 of 8 blocks keep only their input",
+        "(num_epochs: 3) the learning rate rises to 2.0e-03 over 5 steps and falls to 0 by a cosine.",
+    ):  # fmt: skip
+        assert words in text
+    assert headline(plan) == "LoRA r16 on 7 linears · fp32 · AdamW · 1 × cpu"
+
+
+def test_the_other_choices_have_words_too(plan):
+    other = replace(
+        plan, tuning=Full(), optimizer=Sgd(momentum=0.9), loss=PlainLoss(), recompute=Recompute(blocks=8),
+        batch=Batch(micro_batch_size=1, accumulation=4, seq_len=64, packing=False),
+        schedule=replace(
+            plan.schedule, kind="constant", warmup=Steps(count=7), duration=Steps(count=9), max_grad_norm=0.0
+        ),
+        hardware=replace(plan.hardware, gpus_per_node=8, nodes=2),
+    )  # fmt: skip
+    text = " ".join(sentences(other, total=1500))
+    for words in (
+        "Tuning: full.", "All 8 blocks keep", "Optimizer: momentum SGD; weight decay",
+        "1 × 64 × 4 × 16 = 4,096 tokens", "Gradients are not clipped.",
+        "Over 1,500 steps the learning rate rises to 2.0e-03 over 7 steps and stays there.",
+    ):  # fmt: skip
+        assert words in text
+    assert "Over 1 step the learning rate rises to 2.0e-03 over 1 step" in " ".join(sentences(other, total=1))
+    assert "learning rate" not in " ".join(sentences(other, total=None))
+    assert headline(other).endswith("2 nodes of 8 × cpu")
+
+
+def test_every_setting_of_the_plan_is_listed(plan):
+    listed = dict(settings(replace(plan, offload=Offload(activations="cpu"))))
+    said = {
+        "tuning.kind": "Lora", "tuning.rank": "16", "schedule.kind": "cosine", "schedule.duration.kind": "Epochs",
+        "hardware.gpu.memory_bytes": "16.00 GiB", "data.sources.0.path": "runs/demo/train.jsonl",
+        "batch.packing": "yes", "offload.activations": "cpu", "offload.optimizer": "device",
+    }  # fmt: skip
+    assert listed.items() >= said.items()
+    names = {field.name for field in fields(plan.run)}
+    assert {f"run.{name}" for name in names} - set(listed) == {"run.tracking"}
+    assert "run.tracking.project" in listed
