@@ -151,6 +151,7 @@ def test_a_phone_shows_what_a_finger_is_on(opened, name, scheme):
 
 def test_every_method_of_a_comparison_is_said_at_one_step(opened):
     page = opened("compare")
+    assert page.locator("figure svg").count() == 4
     picture = figure(page, "Training loss")
     point_at(page, picture, 0.5)
     words = picture.locator(".tip").inner_text()

@@ -28,11 +28,9 @@ def recipe_with(model_folder, tmp_path):
     return made
 
 
-@pytest.mark.pictures
 def test_full_and_lora_are_laid_side_by_side(words, tmp_path, call):
     out = call(*words, "--tunings", "full,lora").ends(0)
     page = (tmp_path / "both" / "compare.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 4
     assert "Training loss at the end" in page
     assert "src=" not in page
     table = out.rsplit("learning rate", 1)[1].splitlines()

@@ -220,12 +220,12 @@ def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs, tmp_path):
     assert plan_on_fleet(recipe_of(), request_of(tmp_path, text)).best.is_free  # nobody asked
     pods = cluster_programs / "pods.json"
     for break_it, why in (
-        (pods.unlink, "cluster fast cannot be asked what is free: kubectl --context east get .*"),
+        (pods.unlink, "kubectl --context east get .*"),
         (lambda: pods.write_text("no JSON"), "it did not answer in JSON"),
-        ((cluster_programs / "kubectl").unlink, "there is no program kubectl here"),
+        ((cluster_programs / "kubectl").unlink, ""),
     ):
         break_it()
-        with pytest.raises(HardwareError, match=why):
+        with pytest.raises(HardwareError, match=f"cluster fast cannot be asked what is free: .*{why}"):
             plan_on_fleet(recipe_of(), request_of(tmp_path, text, live=True))
 
 

@@ -116,8 +116,8 @@ def test_the_plan_that_is_told_is_one_that_trains(tmp_path):
 )
 def test_a_new_recipe_holds_rows_out_unless_it_says_otherwise(tmp_path, data_file, words, held_out):
     given = ["--model", GIVEN["model"], "--data", "DATA", "--gpu", "rtx-4090", "--tuning", "qlora", *words]
-    file = str(tmp_path / "new.yaml")
+    file = tmp_path / "new.yaml"
     given = [str(data_file) if word == "DATA" else word for word in given]
-    ask_and_write([file, *given], overwrite=False, ask=None, say=print)
+    ask_and_write([str(file), *given], overwrite=False, ask=None, say=print)
     recipe = read_any_recipe(file)
     assert (recipe.val_fraction, bool(recipe.eval_data)) == (held_out, "--eval-data" in words)

@@ -3,15 +3,12 @@
 import json
 import re
 import subprocess
-import sys
 from html import unescape
 from urllib.parse import urlencode
 
 import pytest
 from markupsafe import escape
 
-from fitune.cli import main
-from fitune.cli.app import app
 from fitune.errors import RecipeError
 from fitune.report.local_pages import local_app
 from fitune.session import planner_page
@@ -103,7 +100,7 @@ def test_a_card_to_rent_has_the_plan_that_is_taken_there(ask):
 
 def test_a_card_without_a_price_or_a_plan_has_no_row(ask):
     assert ask("rent", {"model": "llama-3.1-405b", "tuning": "full", "card": "t4"}).strip() == ""
-    for card in ("gtx-1080-ti", "no-card", "", HOSTILE):
+    for card in ("gtx-1080-ti", HOSTILE):
         assert ask("rent", {"model": "gpt2", "tuning": "lora", "card": card}).strip() == ""
 
 
@@ -122,8 +119,8 @@ def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(ask, tmp_path, monkeyp
     recipe = recipe_of(None, {"model": "meta-llama/Llama-3.1-8B", "tuning": "lora"})
     ranking = plan_on_fleet(recipe, FleetRequest(file=tmp_path / "fleet.yaml", rows=50_000))
     monkeypatch.setattr(subprocess, "Popen", None)  # nobody is asked
-    question = {"model": recipe.model, "tuning": "lora", "gpu": "no-card", "rows": "50000", "fleet": FLEET}
-    html = ask("clusters", question)
+    question = {"model": recipe.model, "tuning": "lora", "gpu": "no-card", "fleet": FLEET}
+    html = ask("clusters", {**question, "rows": "50000"})
     rows = [text_of(row) for row in re.findall("<tr>.*?</tr>", html, re.DOTALL)][1:]
     assert len(rows) == len(ranking.offers) + len(ranking.without) == 4
     for row, offer in zip(rows, ranking.offers, strict=False):
@@ -131,54 +128,33 @@ def test_own_clusters_are_ranked_as_plan_fleet_ranks_them(ask, tmp_path, monkeyp
             assert words in row
         assert f'data-value="{offer.priced.estimate.peak_bytes}"' in html
     assert "✘ desk" in rows[-1]
-    assert dict(ranking.without)["desk"] in unescape(html)
     assert text_of(ranking.text()) in text_of(html)
-
-
-def test_without_rows_the_job_of_a_cluster_is_a_million_tokens(ask):
-    html = ask("clusters", {**QUESTIONS[0], "tuning": "lora", "fleet": FLEET})
-    assert "489 rows, 1.00 M tokens" in text_of(html)
+    assert "489 rows, 1.00 M tokens" in text_of(ask("clusters", question)), "without rows a million tokens"
 
 
 @pytest.mark.parametrize(
     ("fleet", "said"),
     [
         ("clusters:\n- {name: a, gpu: h100}\n- {name: b gpu: h100}\n", "the pasted fleet file:3:"),
-        (
-            "clusters: [{name: a, gpu: h100, prise: 3}]",
-            "cluster a: unknown key 'prise'; did you mean 'price'",
-        ),
-        ("clusters: [{name: a, gpu: h1000}]", "did you mean 'h100'"),
-        ("machines: []", "unknown key 'machines'"),
-        ("- a", "a fleet is a list of `key: value` lines, found list"),
+        ("clusters: [{name: a, gpu: h100, prise: 3}]", "unknown key 'prise'; did you mean 'price'"),
         ("/etc/passwd", "found str"),
-        ("clusters: !!python/object:os.system [id]", "tags (!!python/object:os.system) are not allowed"),
         ("clusters: [{name: a, gpu: t4, host_memory: 8GiB}]", "nothing fits on any cluster: a: "),
         (f"clusters: [{{name: '{HOSTILE}', gpu: '{HOSTILE}'}}]", f"gpu = '{HOSTILE}'"),
     ],
 )
 def test_an_error_of_a_fleet_is_said_beside_the_answer(ask, fleet, said):
     alone = {**QUESTIONS[0], "tuning": "lora"}
-    question = {**alone, "fleet": fleet}
-    html = ask("clusters", question)
+    html = ask("clusters", {**alone, "fleet": fleet})
     assert 'class="reason"' in html
     assert said in text_of(html)
     assert "<img" not in html
-    answers = [ask("answer", one) for one in (question, alone)]
-    assert "✔ FITS" in text_of(answers[0])
-    assert answers[0] == answers[1]
+    answer = ask("answer", {**alone, "fleet": fleet})
+    assert "✔ FITS" in text_of(answer)
+    assert answer == ask("answer", alone)
 
 
-def test_names_of_clusters_are_text_and_other_errors_are_the_answers(ask):
-    fleet = f"clusters: [{{name: '{HOSTILE}', gpu: h100}}]"
-    html = ask("clusters", {**QUESTIONS[0], "fleet": fleet})
-    assert "<img" not in html
-    assert HOSTILE in text_of(html)
-    for question in (
-        QUESTIONS[0],
-        {"gpu": "h100", "fleet": FLEET},
-        {**QUESTIONS[0], "seq_len": "x", "fleet": FLEET},
-    ):
+def test_an_error_of_the_rest_is_the_answers_alone(ask):
+    for question in ({}, {"gpu": "h100", "fleet": FLEET}, {**QUESTIONS[0], "seq_len": "x", "fleet": FLEET}):
         assert ask("clusters", question) == ""
 
 
@@ -195,15 +171,9 @@ def test_what_does_not_fit_says_so_and_names_changes(ask):
     [
         ({"model": "meta-llama/Lama-3.1-8B", "gpu": "h100"}, "did you mean 'meta-llama/Llama-3.1-8B'?"),
         ({"model": "llama-3.1-8b", "gpu": "rtx-4090", "seq_len": "many"}, "seq_len"),
-        ({"model": "llama-3.1-8b", "gpu": "rtx-4090", "rows": "-1"}, "rows = '-1' is not a whole number"),
-        ({"model": "llama-3.1-8b", "gpu": "rtx-4091"}, "rtx-4090"),
-        ({"gpu": "h100"}, "no model is named"),
         ({"model": "llama-3.1-8b", "output_dir": "runs"}, "the page knows no 'output_dir'"),
         ({"model": "llama-3.1-8b", "rows": "0"}, "rows = '0' is not a whole number from 1 to"),
-        (
-            {"model": "llama-3.1-8b", "rows": "9" * 5000},
-            f"rows = '{'9' * 40}' is not a whole number from 1 to",
-        ),
+        ({"model": "llama-3.1-8b", "rows": "9" * 5000}, f"rows = '{'9' * 40}' is not a whole number"),
         ({"config": "{", "gpu": "h100"}, "the pasted config.json is no JSON"),
         ({"config": "[1]", "gpu": "h100"}, "no JSON object"),
         ({"config": "{}", "gpu": "h100"}, "model_type is missing"),
@@ -236,13 +206,15 @@ def test_no_path_of_a_question_is_read(ask, tmp_path, monkeypatch):
         assert "the page takes the names it lists" in text
 
 
-@pytest.mark.parametrize("key", ["model", "gpu", "tuning", "seq_len", "rows", "config", HOSTILE])
-def test_words_of_a_question_are_escaped(ask, key):
-    question = {"model": "llama-3.1-8b", "gpu": "rtx-4090"} | {key: HOSTILE}
-    for name in ("", "answer", "ways"):
-        assert "<img" not in ask(name, question)
+def test_words_of_a_question_are_escaped(ask):
+    for key in ("model", "gpu", "seq_len", "rows", "config", HOSTILE):
+        for name in ("", "answer", "ways"):
+            assert "<img" not in ask(name, {"model": "llama-3.1-8b", "gpu": "rtx-4090"} | {key: HOSTILE})
     config = json.dumps({"model_type": HOSTILE, "_name_or_path": HOSTILE, "architectures": [HOSTILE]})
     assert "<img" not in ask("answer", {"config": config})
+    html = ask("clusters", {**QUESTIONS[0], "fleet": f"clusters: [{{name: '{HOSTILE}', gpu: h100}}]"})
+    assert "<img" not in html
+    assert HOSTILE in text_of(html)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +226,6 @@ def test_words_of_a_question_are_escaped(ask, key):
         ("/secret/answer", {"origin": "null"}, 403),
         ("/secret/answer", {"host": "evil.example:8000"}, 403),
         ("/secret/answer", {"host": "127.0.0.1.evil.example:8000"}, 403),
-        ("/wrong/answer", {}, 403),
         ("/answer", {}, 403),
         ("/secret/other", {}, 404),
         ("/sécret/", {}, 403),
@@ -263,8 +234,7 @@ def test_words_of_a_question_are_escaped(ask, key):
 def test_only_this_machine_with_the_token_is_answered(client, path, headers, status):
     reply = client.get(path, headers=headers)
     assert reply.status_code == status
-    if status != 200:
-        assert "secret" not in reply.text
+    assert status == 200 or "secret" not in reply.text
 
 
 def test_an_old_link_is_answered_with_what_to_do_and_nothing_of_the_request(client):
@@ -277,13 +247,10 @@ def test_an_old_link_is_answered_with_what_to_do_and_nothing_of_the_request(clie
     ("link", "query"),
     [
         ("http://127.0.0.1:1/OLD/?model=Qwen%2FQwen2.5-14B&gpus=2", "?model=Qwen%2FQwen2.5-14B&gpus=2"),
-        ("http://localhost:99999999/OLD/?gpu=rtx-4090", "?gpu=rtx-4090"),
-        ("?model=a/b&gpu=h100", "?model=a%2Fb&gpu=h100"),
+        ("http://evil.example:99999999/OLD/?gpu=rtx-4090", "?gpu=rtx-4090"),
         (" model=a+b&rows=5\n", "?model=a+b&rows=5"),
         ("config=%7B%22%C3%A9%22%3A1%7D&fleet=x", "?config=%7B%22%C3%A9%22%3A1%7D&fleet=x"),
-        ("?model=<img>&model=b", "?model=b"),
         ("?model=a%0D%0AHost:x", "?model=a%0D%0AHost%3Ax"),
-        ("http://evil.example/OLD/?model=a", "?model=a"),
     ],
 )
 def test_a_link_keeps_its_question_and_nothing_else(link, query):
@@ -293,9 +260,8 @@ def test_a_link_keeps_its_question_and_nothing_else(link, query):
 @pytest.mark.parametrize(
     "link",
     [
-        "", "?", "http://127.0.0.1:1/OLD/", "javascript:alert(1)", "file:///etc/passwd", "http://[/?model=a",
-        "?model=%ff", "?model", "?=a", "?password=a", "?model=a&x=1", "a/model", "?model=\udcff", "x" * 100_000,
-        "&" * 100_000, "?config=" + "x" * 100_000,
+        "", "http://127.0.0.1:1/OLD/", "javascript:alert(1)", "http://[/?model=a", "?model=%ff", "?model", "?=a",
+        "?password=a", "?model=a&x=1", "?model=\udcff", "x" * 100_000, "?config=" + "x" * 100_000,
         "?config=" + "{" * 20_000,  # three times as long in an address
     ],
 )  # fmt: skip
@@ -335,48 +301,50 @@ def test_a_link_holds_the_whole_question(client):
 PLAN = ("plan", "--model", "gpt2", "--gpu", "rtx-4090", "--tuning", "lora")
 
 
-def test_a_file_needs_no_network_and_no_server(tmp_path, capsys):
-    path = tmp_path / "plan.html"
-    app([*PLAN, "--html", str(path)], standalone_mode=False)
-    html = path.read_text(encoding="utf-8")
-    assert f"page: {path}" in capsys.readouterr().out
+@pytest.fixture
+def file(call, tmp_path):
+    """What a command writes as a page, and what it prints."""
+
+    def written(*words, code=0):
+        path = tmp_path / "plan.html"
+        ended = call(*words, "--html", path)
+        assert ended.code == code
+        assert f"page: {path}" in ended.out
+        return path.read_text(encoding="utf-8"), ended.out
+
+    return written
+
+
+def test_a_file_needs_no_network_and_no_server(file):
+    html, _ = file(*PLAN)
     assert "✔ FITS" in html
     assert "Every way that fits" in html
-    assert "<form" not in html
-    assert "connect-src" not in html
-    assert not re.search(r"""(src|href|action)=|@import|url\(|https?://""", html)
+    assert not re.search(r"""<form|connect-src|(src|href|action)=|@import|url\(|https?://""", html)
     assert len(html) < LARGEST
 
 
-def test_a_file_has_no_secret_of_the_environment(tmp_path, capsys, monkeypatch):
+def test_a_file_has_no_secret_of_the_environment(file, monkeypatch):
     """Neither in the command nor in the first screen, which names it again."""
     monkeypatch.setenv("WANDB_API_KEY", "abcdefghijklmnop12")
-    path = tmp_path / "plan.html"
-    app([*PLAN, "--run-name", "abcdefghijklmnop12", "--html", str(path)], standalone_mode=False)
-    html = path.read_text(encoding="utf-8")
+    html, _ = file(*PLAN, "--run-name", "abcdefghijklmnop12")
     assert "abcdefghijklmnop12" not in html
     assert html.count("--run-name [hidden]") + html.count("--run-name &#39;[hidden]&#39;") == 2
 
 
-def test_a_file_says_too_that_nothing_fits(tmp_path, capsys):
-    path = tmp_path / "plan.html"
-    words = ["plan", "--model", "llama-3.1-70b", "--gpu", "rtx-4090", "--tuning", "full", "--html", str(path)]
-    assert app(words, standalone_mode=False) == 2
-    assert f"page: {path}" in capsys.readouterr().out
-    html = path.read_text(encoding="utf-8")
+def test_a_file_says_too_that_nothing_fits(file):
+    html, _ = file("plan", "--model", "llama-3.1-70b", "--gpu", "rtx-4090", "--tuning", "full", code=2)
     assert "✘ DOES NOT FIT" in html
     assert "Every way that fits" not in html
 
 
-def test_a_file_of_a_plan_on_data_has_the_other_ways_of_the_terminal(tmp_path, capsys):
+def test_a_file_of_a_plan_on_data_has_the_other_ways_of_the_terminal(file, tmp_path):
     """They are for the average row of the data: of full rows two cards were faster, and full tuning on eight."""
-    path, rows = tmp_path / "plan.html", tmp_path / "rows.jsonl"
+    rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 2 plus 3?", "completion": "5"}\n' * 200)
-    words = ["plan", "--model", "qwen3-8b", "--gpu", "rtx-4090", "--data", str(rows), "--html", str(path)]
-    app(words, standalone_mode=False)
-    screen = capsys.readouterr().out.partition("\npage: ")[0]
+    html, out = file("plan", "--model", "qwen3-8b", "--gpu", "rtx-4090", "--data", rows)
+    screen = out.partition("\npage: ")[0]
     assert "Other ways" in screen
-    assert text_of(screen) in text_of(path.read_text(encoding="utf-8"))
+    assert text_of(screen) in text_of(html)
 
 
 @pytest.mark.parametrize(
@@ -384,16 +352,13 @@ def test_a_file_of_a_plan_on_data_has_the_other_ways_of_the_terminal(tmp_path, c
     [
         ([*PLAN, "--html", "."], "is a folder"),
         ([*PLAN, "--html", "none/x.html"], "cannot be written"),
-        (["ui", "--port", "99999"], "99999"),
         (["ui", "https://evil.example/?word=a"], "is no link of a planner's page"),
+        (["ui", "--runs", "none"], "--runs none: no such folder"),
     ],
 )
-def test_a_wrong_place_is_one_plain_error(tmp_path, monkeypatch, capsys, words, said):
+def test_a_wrong_place_is_one_plain_error(tmp_path, monkeypatch, call, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fitune", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert said in error
+    ended = call(*words)
+    assert ended.code
+    assert ended.err.startswith("error: ")
+    assert said in ended.err
