@@ -1,6 +1,5 @@
 """A run directory is read whole, or the error names the file and the place."""
 
-
 import pytest
 
 from fitune.errors import RunDirectoryError
