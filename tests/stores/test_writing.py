@@ -64,26 +64,23 @@ def test_a_folder_is_sent_once_and_its_last_file_last(wire, bucket, store, folde
     assert sent(wire) == []
 
 
-def test_what_is_sent_is_the_file_alone_as_every_store_of_this_kind_takes_it(wire, store, folder):
+UNSIGNED = b"x-amz-content-sha256: unsigned-payload"
+
+
+def test_what_is_sent_is_the_file_alone_and_over_https_not_hashed_again_for_its_signature(
+    wire, bucket, store, folder, tmp_path, monkeypatch
+):
+    """As every store of this kind takes it. Over http nothing else says that it was not changed on the way."""
     wire.headers.clear()
     put(store, folder)
     assert len(wire.headers) > len(FILES)
     assert not [head for head in wire.headers if b"aws-chunked" in head or b"x-amz-checksum" in head]
-
-
-def test_over_https_what_is_sent_is_not_hashed_again_for_its_signature(
-    wire, bucket, store, folder, tmp_path, monkeypatch
-):
-    """Over http it is: there nothing else says that it was not changed on the way."""
-    unsigned = b"x-amz-content-sha256: unsigned-payload"
-    wire.headers.clear()
-    put(store, folder)
-    assert not [head for head in wire.headers if unsigned in head]
+    assert not [head for head in wire.headers if UNSIGNED in head]
     with behind_tls(wire, tmp_path / "certificate.pem") as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificate.pem"))
         put(Store(f"s3://{bucket}/y"), folder)
-    assert len([head for head in wire.headers if unsigned in head]) >= len(FILES)
+    assert len([head for head in wire.headers if UNSIGNED in head]) >= len(FILES)
     use_server(wire, monkeypatch)
     assert {name: objects(bucket)[f"y/step-1/{name}"] for name in FILES} == FILES
 
@@ -167,24 +164,19 @@ def test_the_small_file_goes_where_it_is_not_read_back_as_it_was(bucket, store, 
     assert objects(bucket) == {}
 
 
-def test_credentials_that_are_absent_are_named(bucket, monkeypatch):
+def test_credentials_that_are_absent_are_named(store, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    with pytest.raises(StoreError, match="no credentials for s3://") as caught:
-        Store(f"s3://{bucket}/x").require_writable()
-    assert "AWS_ACCESS_KEY_ID" in str(caught.value.hint)
+    assert "AWS_ACCESS_KEY_ID" in refusal(store, "no credentials for s3://")[1]
 
 
 @pytest.mark.parametrize(
     ("url", "words", "hint"),
     [
-        ("s4://bucket/x", "s4:// addresses are not opened", "did you mean 's3://'"),
         ("S3://bucket/x", "S3:// addresses are not opened", "did you mean 's3://'"),
-        ("s3://", "s3:// names no bucket", "s3://BUCKET/folder"),
         ("s3:///bucket/x", "names no bucket", "s3://BUCKET/folder"),
         ("ftp:///x", "names no host", "ftp://HOST/folder"),
         ("s3://bucket/runs/../x", "'..' is a name like others", "without '..'"),
-        ("smb://host/x", "smb:// addresses are not opened", ""),
         ("memory://host/x", "memory:// addresses are not opened", ""),
         ("https://example.com/x", "https:// addresses are not opened", "a folder, or s3://"),
         ("s3://bucket/x?versionId=3", "'?' may not stand in a folder's URL", "s3://bucket/x"),
@@ -210,41 +202,35 @@ def listening(monkeypatch):
     """Puts a server in the place of the store: every connection gets this answer, or none. Returns its address."""
     from s3fs import S3FileSystem
 
-    servers = []
+    server, kept = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve(answer):
+        with contextlib.suppress(OSError):
+            while True:
+                kept.append(server.accept()[0])
+                if answer:
+                    kept[-1].recv(65_536)
+                    kept[-1].sendall(answer)
+                    kept[-1].close()
 
     def begin(answer):
-        server = socket.create_server(("127.0.0.1", 0))
-        servers.append(server)
-        kept = []
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    kept.append(connection)
-                    if answer:
-                        connection.recv(65_536)
-                        connection.sendall(answer)
-                        connection.close()
-
-        threading.Thread(target=serve, daemon=True).start()
+        threading.Thread(target=serve, args=(answer,), daemon=True).start()
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         S3FileSystem.clear_instance_cache()
         return address
 
     yield begin
-    for server in servers:
-        server.close()
+    server.close()
 
 
-def test_a_server_that_never_answers_is_not_waited_for(bucket, listening, monkeypatch):
+def test_a_server_that_never_answers_is_not_waited_for(store, listening, monkeypatch):
     monkeypatch.setattr(opening, "ANSWER_S", 0.3)
     address = listening(b"")
-    said = f"^s3://{bucket}/x: the store did not answer within 0.3 s"
-    assert f"AWS_ENDPOINT_URL = {address}" in refusal(Store(f"s3://{bucket}/x"), said)[1]
+    said = f"^{store.url}: the store did not answer within 0.3 s"
+    assert f"AWS_ENDPOINT_URL = {address}" in refusal(store, said)[1]
     with pytest.raises(DataError, match="did not answer within"):
-        reading.look_up(f"s3://{bucket}/rows.jsonl", is_pattern=False)
+        reading.look_up(f"{store.url}/rows.jsonl", is_pattern=False)
 
 
 MANY = [f"{number}.bin" for number in range(20)]
@@ -300,9 +286,9 @@ def test_a_slow_part_is_waited_for_and_not_for_ever(wire, store, folder, monkeyp
     refusal(store, "nothing was heard", Store.put_folder, folder, "again", ["one.bin"])
 
 
-def test_a_page_in_place_of_a_store_is_named_with_the_address(bucket, listening):
+def test_a_page_in_place_of_a_store_is_named_with_the_address(store, listening):
     page = b"<html>Welcome</html>"
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: "
     address = listening(head + str(len(page)).encode() + b"\r\n\r\n" + page)
-    _, hint = refusal(Store(f"s3://{bucket}/x"), f"^s3://{bucket}/x: cannot be written")
+    _, hint = refusal(store, f"^{store.url}: cannot be written")
     assert f"AWS_ENDPOINT_URL = {address}" in hint
