@@ -184,6 +184,28 @@ def browser():
         opened.close()
 
 
+@pytest.fixture
+def look(browser):
+    """Opens a page; at the end no script of any may have failed, and nothing been asked of another place."""
+    failures, contexts = [], []
+
+    def opened(address, *, place, **settings):
+        contexts.append(browser.new_context(**settings))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        # refusals of the page's policy are errors there
+        page.on("console", lambda said: said.type == "error" and failures.append(said.text))
+        page.on("request", lambda asked: asked.url.startswith(place) or failures.append(asked.url))
+        page.goto(address)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert failures == []
+
+
 @pytest.fixture(scope="session")
 def wire():
     """The way to an S3 server of this process; ``use_server`` makes it whole again."""

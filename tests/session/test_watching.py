@@ -141,13 +141,11 @@ def test_a_run_that_is_yet_to_begin_is_waited_for(run, tmp_path):
     assert (begun / "report.html").is_file()
 
 
-def test_waiting_for_a_run_ends_at_a_signal(tmp_path):
+@pytest.mark.parametrize("place", ["", "never"], ids=["a lock that nobody holds", "no folder"])
+def test_waiting_for_a_run_ends_at_a_signal(tmp_path, place):
     (tmp_path / "run.lock").touch()
-    assert not watch_run(tmp_path, log=lambda line: os.kill(os.getpid(), signal.SIGTERM), every_s=0.05)
-
-    with pytest.raises(SystemExit) as ended:
-        watched_run(tmp_path / "never", log=lambda line: os.kill(os.getpid(), signal.SIGTERM))
-    assert not ended.value.code
+    ask = lambda line: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    assert not watch_run(tmp_path / place, log=ask, every_s=0.05)
 
 
 @pytest.mark.parametrize("place", ["", "photo.jpg"], ids=["a folder", "a file"])
@@ -199,7 +197,5 @@ def test_the_state_names_what_is_left():
     assert state_line(going).endswith(
         "(12 min 0 s): step 120 of 600, 48 min 0 s left; last checkpoint at step 100; last sign 3 s ago"
     )
-    nobody = UnderWay(at=1720.0, owners=(), last_sign_s=9.0, signs=((RankStatus(rank=0), 1.0),))
-    assert (
-        state_line(nobody) == "nobody runs it, and it wrote no report: no step is done yet; no checkpoint yet"
-    )
+    nobody = UnderWay(at=1720.0, owners=(), last_sign_s=9.0)
+    assert state_line(nobody).startswith("nobody runs it, and it wrote no report: no step is done yet")

@@ -1,6 +1,5 @@
 """The planner's page in Chromium: typing, pointing, sorting, links, a phone, the dark, the keyboard, labels."""
 
-import os
 import re
 import socket
 import subprocess
@@ -9,14 +8,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from fitune.cli.app import app
 from report.conftest import write_run
 from ui.test_planner_page import PLAN
 
 pytestmark = pytest.mark.browser
 QUESTION = "?model=Qwen%2FQwen2.5-1.5B&gpu=rtx-4090&gpus=2&rows=1000"
 LORA = QUESTION + "&tuning=lora"
-WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -27,34 +24,17 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(runs):
-    command = [sys.executable, "-m", "fitune", "ui", "--runs", str(runs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as server:
-        yield server.stdout.readline().strip()
-        server.terminate()
-
-
 @pytest.fixture
-def opened(browser, address):
-    """Opens the page with a query; at the end no script may have failed, and nothing was asked of another host."""
-    failures, contexts = [], []
+def opened(look, address):
+    """Opens the page with a query."""
 
     def open_page(query=QUESTION, *, wait=True, **settings):
-        contexts.append(browser.new_context(**settings))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("pageerror", lambda error: failures.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(address) or failures.append(request.url))
-        page.goto(address + query)
+        page = look(address + query, place=address, **settings)
         if wait:
             page.wait_for_selector("#ways table")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert failures == []
+    return open_page
 
 
 def test_typing_asks_and_the_address_holds_the_question(opened):
@@ -69,21 +49,14 @@ def test_typing_asks_and_the_address_holds_the_question(opened):
     assert page.locator("datalist#model-names option").count() > 300
 
 
-def test_a_link_shows_the_same_answer(opened):
-    first = opened()
-    again = opened("?" + urlsplit(first.url).query)
-    assert again.locator("#answer").inner_text() == first.locator("#answer").inner_text()
-    assert again.get_by_label("Rows of data").input_value() == "1000"
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
     """Starts `fitune ui` with words, and ends it; gives the process and the address that it prints."""
     started = []
 
     def start(*words):
-        command = [sys.executable, "-m", "fitune", "ui", *words]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)))
+        command = [sys.executable, "-m", "fitune", "ui", *map(str, words)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return started[-1], started[-1].stdout.readline().strip()
 
     yield start
@@ -92,15 +65,20 @@ def server():
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def address(server, runs):
+    return server("--runs", runs)[1]
+
+
 def test_a_link_of_a_page_that_was_closed_is_opened_again(browser, server):
     def said_by(page):
-        page.set_default_timeout(WAIT_MS)
         page.wait_for_selector("#ways table")
         return page.locator("#answer").inner_text()
 
     old, address = server()
     page = browser.new_page()
-    page.goto(link := address + LORA, timeout=WAIT_MS)
+    page.set_default_timeout(60_000)
+    page.goto(link := address + LORA)
     said = said_by(page)
     old.kill()
     page.get_by_label("Rows of data").fill("2000")
@@ -128,17 +106,12 @@ def test_a_head_sorts_both_ways_by_number(opened):
     page = opened()
     head = page.get_by_role("columnheader", name="memory")
     cells = page.locator(".sortable tbody tr td:nth-child(4)")
-
-    def sizes():
-        return [int(cell.get_attribute("data-value")) for cell in cells.all()]
-
-    head.get_by_role("button").click()
-    assert sizes() == sorted(sizes())
-    assert head.get_attribute("aria-sort") == "ascending"
-    head.get_by_role("button").click()
-    assert sizes() == sorted(sizes(), reverse=True)
-    assert len(set(sizes())) > 1
-    assert head.get_attribute("aria-sort") == "descending"
+    for order, is_reverse in (("ascending", False), ("descending", True)):
+        head.get_by_role("button").click()
+        sizes = [int(cell.get_attribute("data-value")) for cell in cells.all()]
+        assert sizes == sorted(sizes, reverse=is_reverse)
+        assert head.get_attribute("aria-sort") == order
+    assert len(set(sizes)) > 1
 
 
 def test_the_keyboard_alone_is_enough(opened):
@@ -148,15 +121,12 @@ def test_the_keyboard_alone_is_enough(opened):
     page.keyboard.type("h100")
     page.locator("#command", has_text="--gpu h100").wait_for()
     page.wait_for_selector("#ways[aria-busy=false]", state="attached")
-    reached = set()
-    for _ in range(60):
+    reached, focused = [], "document.activeElement.className || document.activeElement.textContent.trim()"
+    while "memory" not in reached:
+        assert len(reached) < 60
         page.keyboard.press("Tab")
-        reached.add(
-            page.evaluate("document.activeElement.className || document.activeElement.textContent.trim()")
-        )
-        if page.evaluate("document.activeElement.textContent") == "memory":
-            break
-    assert {"row", "Copy link", "Copy command", "Copy recipe", "memory"} <= reached
+        reached.append(page.evaluate(focused))
+    assert {"row", "Copy link", "Copy command", "Copy recipe"} <= {*reached}
     assert "GiB" in page.locator(".tip").first.inner_text()
     page.keyboard.press("Enter")
     assert page.get_by_role("columnheader", name="memory").get_attribute("aria-sort") == "ascending"
@@ -175,19 +145,17 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(opened):
 
 
 @pytest.mark.parametrize(
-    "query", [QUESTION, "?model=meta-llama%2FLlama-3.1-70B&gpu=rtx-4090&tuning=full", "runs"]
+    ("query", "last"),
+    [
+        (QUESTION + "&fleet=clusters: [{name: ada, gpu: rtx-4090}]", "#clusters table"),
+        ("?model=meta-llama%2FLlama-3.1-70B&gpu=rtx-4090&tuning=full", "#clusters[aria-busy=false]"),
+        ("runs", "#runs table"),
+    ],
 )
-def test_a_phone_needs_no_sideways_scrolling(opened, query):
+def test_a_phone_shows_every_number_without_sideways_scrolling(opened, query, last):
     page = opened(query, wait=False, viewport={"width": 390, "height": 844})
-    # clusters are asked for last
-    page.wait_for_selector("#runs section, #clusters[aria-busy=false]", state="attached")
+    page.wait_for_selector(last, state="attached")  # clusters are asked for last
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-@pytest.mark.parametrize("query", [QUESTION + "&fleet=clusters: [{name: ada, gpu: rtx-4090}]", "runs"])
-def test_a_phone_shows_every_number_of_a_table_and_sorts_it(opened, query):
-    page = opened(query, wait=False, viewport={"width": 390, "height": 844})
-    page.locator("#clusters table, #runs table").wait_for()
     hidden = page.evaluate(
         """[...document.querySelectorAll("th, td")].filter((cell) => {
             const { left, right } = cell.getBoundingClientRect();
@@ -195,7 +163,7 @@ def test_a_phone_shows_every_number_of_a_table_and_sorts_it(opened, query):
         }).map((cell) => cell.outerHTML)"""
     )
     assert hidden == []
-    if query != "runs":
+    if "fleet" in query:
         head = page.locator("#ways").get_by_role("columnheader", name="speed")
         head.get_by_role("button").click()
         assert head.get_attribute("aria-sort") == "ascending"
@@ -237,7 +205,7 @@ def test_cards_to_rent_come_one_after_the_other_and_sort_by_cost(opened):
     page.locator("#offers tbody tr").nth(5).wait_for()
     from playwright.sync_api import expect  # there, since the page is open
 
-    expect(page.locator("#renting")).to_have_text("", timeout=WAIT_MS)
+    expect(page.locator("#renting")).to_have_text("", timeout=60_000)
     page.locator("#offers").get_by_role("button", name="cost").click()
     costs = [
         float(cell.get_attribute("data-value")) for cell in page.locator("#offers td:nth-child(6)").all()
@@ -288,17 +256,11 @@ def test_the_server_listens_on_this_machine_alone(address):
         socket.create_connection(("127.0.0.2", urlsplit(address).port), timeout=1)
 
 
-def test_a_file_sorts_and_tells_without_a_server(opened, browser, tmp_path):
+def test_a_file_sorts_and_tells_without_a_server(look, call, tmp_path):
     path = tmp_path / "plan.html"
-    app([*PLAN, "--html", str(path)], standalone_mode=False)
-    context = browser.new_context(offline=True)
-    page = context.new_page()
-    failures = []
-    page.on("pageerror", lambda error: failures.append(str(error)))
-    page.goto(path.as_uri())
+    call(*PLAN, "--html", path).ends(0)
+    page = look(path.as_uri(), place=path.as_uri(), offline=True)
     page.get_by_role("columnheader", name="speed").get_by_role("button").click()
     assert page.get_by_role("columnheader", name="speed").get_attribute("aria-sort") == "ascending"
     page.locator(".bars rect").first.hover()
     assert "GiB" in page.locator(".tip").first.inner_text()
-    assert failures == []
-    context.close()
