@@ -6,6 +6,7 @@ import pytest
 
 from fitune.report.comparison_plots import MatrixCard, draw_matrix
 
+pytest.importorskip("matplotlib")
 CARD = MatrixCard(
     title="LoRA · ZeRO-3", lines=("20 of 30 GiB", "1,550 tokens/s"), method="lora", filled=20 / 30
 )
@@ -22,28 +23,16 @@ def draw(path, *cards):
 
 
 def test_every_word_is_drawn_and_a_full_device_is_red(tmp_path):
-    pytest.importorskip("matplotlib")
-    root = draw(tmp_path / "deep" / "matrix.svg", CARD, SHORT, LONGER)
+    path = tmp_path / "deep" / "matrix.svg"
+    root = draw(path, CARD, SHORT, LONGER)
     text = "".join(root.itertext()).replace("\N{NO-BREAK SPACE}", " ")
     for words in (
-        "What fits on <2> & more",
-        "tiny",
-        "2 tokens",
-        "● fits",
-        "LoRA · ZeRO-3",
-        "1,550 tokens/s",
-        "no such rows",
-    ):
+        "What fits on <2> & more", "tiny", "2 tokens", "● fits", "LoRA · ZeRO-3", "1,550 tokens/s", "no such rows",
+    ):  # fmt: skip
         assert words in text
     styles = " ".join(element.get("style", "") for element in root.iter())
     assert "#009e73" in styles
     assert "#b23c00" in styles
-
-
-def test_on_a_dark_screen_no_word_stays_dark(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "matrix.svg"
-    draw(path, CARD)
     dark = path.read_text().partition("@media (prefers-color-scheme: dark)")[2].partition("</style>")[0]
-    assert "text { fill: #e7eaed }" in dark
+    assert "text { fill: #e7eaed }" in dark, "on a dark screen no word stays dark"
     assert '[style*="fill: #f3f5f7"]' in dark, "the panels"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fitune.report.methods_page import best_of, final_loss, findings
+from fitune.report.methods_page import MethodRun, best_of, comparison_rows, final_loss, findings
 from fitune.report.run_files import read_run
 from fitune.values.plan import Full, Lora, Nf4
 
@@ -61,3 +61,10 @@ def test_the_best_of_each_kind_is_marked(adapters):
 def test_of_one_method_nothing_is_compared(adapters):
     assert list(findings({"lora": adapters})) == []
     assert best_of({"lora": adapters}) == {}
+
+
+def test_the_best_loss_on_held_out_rows_is_a_cell_of_the_table_and_empty_where_none_was_held_out(adapters):
+    without = replace(adapters, run=replace(adapters.run, best_eval_loss=None))
+    for run, cell in ((adapters, "1.330"), (without, "")):
+        _, row = comparison_rows([MethodRun(name="lora", run=run)], None)
+        assert row[:4] == ("lora", "0.002", "4.098 → 1.242", cell)

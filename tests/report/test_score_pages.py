@@ -87,7 +87,11 @@ def test_the_page_says_what_was_measured_and_shows_the_worst_rows(tmp_path):
     worst = text.partition("Worst rows")[2].partition("Samples")[0]
     assert worst.index("row 1:") < worst.index("row 0:") < worst.index("row 3:")
     assert "cut off at the token limit" in worst
-    assert page.read_text().count("<svg") == 2
+    by_grade, by_tokens = re.findall("<svg.*?</svg>", page.read_text(), re.DOTALL)
+    assert by_grade.count("fill: var(--series-1)") == 2, "a bar of zeros and one of ones"
+    assert "fill: var(--series-1)" in by_tokens
+    rows = re.findall(r"text-anchor: end[^>]*>([^<]+)</text", by_grade)
+    assert rows == sorted(set(rows)), "no number of rows stands twice"
 
 
 def test_the_worst_perplexities_are_the_highest(tmp_path):

@@ -154,6 +154,7 @@ def histogram(values: Any, axis: str, *, name: str) -> str:
             axes.hist(edges[:-1], bins=edges, weights=counts, color=colour("series-1"), rwidth=0.9)
         axes.set_xlabel(axis)
         axes.set_ylabel("rows")
+        axes.yaxis.get_major_locator().set_params(integer=True)  # of few rows, else, 0.5 is a second "0"
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
     return draw_svg(draw, name=name, label=f"Rows by {axis}")
