@@ -46,13 +46,17 @@ def test_what_is_no_method_is_refused_and_what_cannot_run_is_left_out_with_its_r
     assert "full is left out: " in ended.out
 
 
-def test_each_method_keeps_the_global_batch_and_scales_the_learning_rate(recipe_with):
+def test_each_method_keeps_the_global_batch_scales_the_learning_rate_and_is_sent_to_a_place_of_its_own(
+    recipe_with,
+):
     recipe = recipe_with(tuning="lora", learning_rate=1e-4, micro_batch_size=2, gradient_accumulation_steps=4)
     full, lomo, lora = (method_recipe(recipe, name, Path("runs")) for name in ("full", "lomo", "lora"))
     assert (full.learning_rate, lora.learning_rate) == (pytest.approx(1e-5), pytest.approx(1e-4))
     assert (full.micro_batch_size, full.gradient_accumulation_steps) == (2, 4)
     assert (lomo.micro_batch_size, lomo.gradient_accumulation_steps) == (8, 1)
     assert method_recipe(recipe, "hqq", Path("runs")).quantization == "hqq"
+    sent = method_recipe(recipe_with(push_to_hub="me/x", upload_to="s3://runs/x/"), "full", Path("runs"))
+    assert (sent.push_to_hub, sent.upload_to) == ("me/x-full", "s3://runs/x/full")
     with pytest.raises(RecipeError):
         method_recipe(recipe.model_copy(update={"optimizer": "sgd", "momentum": 2}), "full", Path("runs"))
 

@@ -11,10 +11,10 @@ import pytest
 
 from fitune.report.local_pages import curve_of, local_app
 from fitune.session.watching import RunsFolder
-from fitune.units import format_bytes, format_rate
+from fitune.units import format_bytes, format_rate, format_seconds
 from fitune.values.run_lock import lock_directory
 from jsonl import read_lines
-from report.conftest import write_run
+from report.conftest import make_steps, write_run
 from ui.test_planner_page import text_of
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -70,8 +70,10 @@ def test_the_table_follows_a_run_that_goes_on(ask, folder):
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:40]))
     with lock_directory(folder / "second"):
-        assert "running" in rows_of(ask("runs-table"))["second"][1]
-        assert "step 40 of 120" in rows_of(ask("runs-table"))["second"][1]
+        said = rows_of(ask("runs-table"))["second"][1]
+        usual = [step.step_seconds + step.data_seconds for step in make_steps()[1:40]]
+        assert "running" in said
+        assert f"step 40 of 120, {format_seconds(80 * sum(usual) / 39)} left" in said
         with metrics.open("a") as file:
             file.writelines(lines[40:60])
         assert "step 60 of 120" in rows_of(ask("runs-table"))["second"][1]
