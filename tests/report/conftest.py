@@ -1,7 +1,6 @@
 """A run directory made by hand from the contract types: a small Llama, LoRA, 120 steps on a CPU."""
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from fitune.report.run_files import Prediction, RunnerUp
 from fitune.values.plan import DataPlan, DataSource, Epochs, Fraction, RunPlan, Schedule
 from fitune.values.predictions import Estimate, MemoryBreakdown, Phase, Rejection, StepTime
 from fitune.values.reports import Ledger, MeasuredMemory, RunReport, Sample, StepReport
-from fitune.values.serial import to_data, to_json
+from fitune.values.serial import to_json
 from plans import plan_for, small_llama
 
 MIB = 1024**2
@@ -176,22 +175,13 @@ def write_run(directory):
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "plan.json").write_text(to_json(make_plan()))
-    (directory / "estimate.json").write_text(json.dumps(without_kinds(make_prediction())))
+    (directory / "estimate.json").write_text(to_json(make_prediction()))
     (directory / "report.json").write_text(to_json(make_run_report()))
     (directory / "recipe.yaml").write_text(RECIPE)
     with MetricsLog(directory / "metrics.jsonl") as log:
         for report in make_steps():
             log.append(report)
     return directory
-
-
-def without_kinds(prediction):
-    """estimate.json as the command line writes it: plain objects."""
-    data = to_data(prediction)
-    del data["kind"]
-    for item in [*data["runners_up"], *data["rejected"]]:
-        del item["kind"]
-    return data
 
 
 @pytest.fixture

@@ -32,25 +32,6 @@ with lock_directory(Path(sys.argv[1])):
 """
 
 
-class _Trainer:
-    """Another process that owns a run directory until it is told to end, or is killed."""
-
-    def __init__(self, directory):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _HOLD, str(directory)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "held\n"
-
-    def end(self):
-        self.process.communicate()
-
-    def kill(self):
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run that has no report yet: 120 steps of it are done."""
@@ -62,9 +43,12 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def trainer(run):
-    found = _Trainer(run)
-    yield found
-    found.kill()
+    """Another process that owns the run directory until it is told to end, or is killed."""
+    words = [sys.executable, "-c", _HOLD, str(run)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
 def _page(run):
@@ -78,7 +62,7 @@ def test_the_watch_ends_with_the_run(run, trainer):
         told.append(line)
         assert 'http-equiv="refresh" content="1"' in _page(run)
         (run.parent / "report.json").rename(run / "report.json")
-        trainer.end()
+        trainer.communicate()
 
     reported = watched_run(run, log=tell, every_s=0.1)
     assert "running since " in told[0]
@@ -90,16 +74,16 @@ def test_the_watch_ends_with_the_run(run, trainer):
 def test_a_killed_run_is_said_to_be_gone(run, trainer):
     assert "running since" in text_of(report_run(run))
     assert watch_run(run, log=lambda line: trainer.kill(), every_s=0.1, sure_s=0.3)
-    pid = trainer.process.pid
-    assert f"process {pid} on {os.uname().nodename} is gone: step 120 of 120" in text_of(report_run(run))
-    assert f"process {pid}" in _page(run)
+    gone = f"process {trainer.pid} on {os.uname().nodename} is gone"
+    assert f"{gone}: step 120 of 120" in text_of(report_run(run))
+    assert gone in _page(run)
 
 
 def test_a_run_that_exports_goes_on_until_its_process_is_gone(run, trainer):
     report = from_json(RunReport, (run.parent / "report.json").read_text())
     (run / "report.json").write_text(to_json(replace(report, status="failed", reason=STOPPED_IN_EXPORT)))
     assert "running since" in report_run(run).text()
-    trainer.kill()
+    trainer.communicate()
     assert f"the run is failed: {STOPPED_IN_EXPORT}" in report_run(run).text()
 
 
@@ -110,7 +94,7 @@ def test_a_signal_ends_the_watch_quietly(run, trainer, capfd):
     assert exit_info.value.code == 0
     assert capfd.readouterr() == ("", "")
     assert "refresh" not in _page(run)
-    assert trainer.process.poll() is None
+    assert trainer.poll() is None
 
 
 def test_a_run_that_still_reads_its_data_is_waited_for(run, trainer, monkeypatch):
