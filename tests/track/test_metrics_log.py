@@ -153,6 +153,14 @@ def test_what_a_kill_leaves_behind_is_not_worth_a_word(log_of_five, tail):
         assert not log.restart(saved, step=3)
 
 
+def test_an_evaluation_that_came_after_the_save_is_not_worth_a_word(log_of_five, make_step):
+    saved = first_three(log_of_five)
+    with MetricsLog(log_of_five) as log:
+        log.restart(saved, step=3)
+        log.replace_last(make_step(3, eval_loss=1.5))
+        assert not log.restart(saved, step=3)
+
+
 def test_a_kill_while_restarting_leaves_the_old_lines(log_of_five, monkeypatch):
     before = log_of_five.read_bytes()
     log = MetricsLog(log_of_five)

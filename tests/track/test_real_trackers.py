@@ -87,9 +87,7 @@ def require_same_losses(found):
 def test_wandb(run):
     """Two offline files of one run, by wandb's own messages; the client's ``wandb sync`` would send both."""
     tracked = tracked_by(run, "wandb")
-    losses = {}
-    summary = {}
-    files = set()
+    losses, summary, files, codes = {}, {}, set(), []
     folders = sorted((run / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     for folder in folders:
@@ -104,6 +102,8 @@ def test_wandb(run):
                 )
                 assert not head.host
                 assert not head.git.remote_url
+            if record.HasField("exit"):
+                codes.append(record.exit.exit_code)
             values = {
                 one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in record.history.item
             }
@@ -116,7 +116,7 @@ def test_wandb(run):
         assert all(SECRET not in copy.read_text() and "[hidden]" in copy.read_text() for copy in copies)
     require_same_losses(losses)
     assert summary["predicted/peak_of_tensors"] == 1000.0
-    assert summary["status"] == "complete"
+    assert (summary["status"], codes) == ("complete", [0, 0])
     assert set(NAMES) <= files
     assert any("table.json" in name for name in files)
     pattern = Path(tracked.command.removeprefix("wandb sync "))
