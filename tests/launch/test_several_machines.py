@@ -23,10 +23,6 @@ def test_the_refusal_says_what_to_start_on_each_machine():
     assert "--nnodes 2 --nproc-per-node 4" in caught.value.hint
 
 
-def test_one_machine_is_started_here():
-    require_one_machine(plan_for(small_llama(), hardware=gpu("h100", gpus=4)))
-
-
 class _Second(OneNode):
     """Node 1, which is told the plan by node 0."""
 
