@@ -46,12 +46,6 @@ def test_an_actor_knows_its_next_piece_and_another_one_does_it_if_it_is_free_bef
     assert len(list(tmp_path.glob("next-*"))) == 2
 
 
-def test_what_a_dead_actor_had_before_it_is_done_by_another_one(cluster, tmp_path):
-    (tmp_path / "die-0").touch()
-    with pool_of(1, tmp_path) as pool:
-        assert list(pool.results(iter(range(3)), look=nobody_looks)) == [0, 1, 4]
-
-
 def test_actors_that_die_beyond_the_limit_are_an_error(cluster, tmp_path):
     (tmp_path / "always-3").touch()
     with (
