@@ -79,10 +79,9 @@ def test_requests_that_are_refused_together_are_all_sent_again_as_text():
 
 @pytest.mark.parametrize(
     "spoilt",
-    [(429, b"slow down", {"Retry-After": "0"}), (500, b"oops", {}), (200, b"<html>garbage", {}),
-     (200, b"[" * 100_000, {}), (200, b'{"choices": []}', {}),
+    [(429, b"slow down", {"Retry-After": "0"}), (200, b"<html>garbage", {}), (200, b'{"choices": []}', {}),
      (200, b'{"choices": [{"text": 5, "finish_reason": "stop"}]}', {})],
-    ids=["429", "500", "garbage", "nested", "no choices", "no text"],
+    ids=["429", "garbage", "no choices", "no text"],
 )  # fmt: skip
 def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(spoilt):
     def reply(body, before):
@@ -98,10 +97,9 @@ def test_what_is_spoilt_is_tried_again_and_a_row_that_always_fails_fails_alone(s
 @pytest.mark.parametrize(
     "beside",
     [
-        {"logprobs": [{"token": "a", "logprob": -1.0}]}, {"logprobs": {"token_logprobs": 3}}, {"logprobs": "none"},
-        {"logprobs": {"token_logprobs": [10**400]}}, {"token_ids": [-1]}, {"token_ids": [2**40]},
-        {"token_ids": {"0": 1}}, {"token_ids": [True]}, {"token_ids": [999, 5]}, {"token_ids": [5] * 200},
-        {"logprobs": {"token_logprobs": [1e29]}},
+        {"logprobs": [{"token": "a", "logprob": -1.0}]}, {"logprobs": {"token_logprobs": 3}},
+        {"logprobs": {"token_logprobs": [10**400]}}, {"logprobs": {"token_logprobs": [1e29]}},
+        {"token_ids": [-1]}, {"token_ids": [True]}, {"token_ids": [999, 5]}, {"token_ids": [5] * 6},
     ],
 )  # fmt: skip
 def test_what_stands_beside_a_text_and_is_of_another_shape_is_left_out(beside):
@@ -126,42 +124,31 @@ def test_a_server_that_never_answers_is_not_waited_for():
     assert (found["0"].code, "timed out" in found["0"].error) == ("server_failed", True)
 
 
-def test_nobody_listening_is_an_error_of_each_row_and_a_wrong_key_of_all():
+def test_nobody_listening_is_an_error_of_each_row():
     with serving(lambda body, before: said("")) as (url, _):
         pass
     found = ask(engine_at(url, tries=2), (5,))
     assert (found["0"].code, "refused" in found["0"].error) == ("server_failed", True)
-    with (
-        serving(lambda body, before: (401, b"no such key", {})) as (url, _),
-        pytest.raises(EngineDied, match="401"),
-    ):
-        ask(engine_at(url), (5,), (6,))
-
-
-def test_a_server_that_never_answered_is_not_asked_for_every_row():
-    with (
-        serving(lambda body, before: (500, b"oops", {})) as (url, bodies),
-        pytest.raises(EngineDied, match="answered 500 Internal Server Error: oops, 1 times") as died,
-    ):
-        ask(engine_at(url, tries=1, batch_size=2), *((number,) for number in range(1, 40)))
-    assert "check that the server runs" in died.value.hint
-    assert len(bodies) <= 4  # two that fail, and what each thread had begun meanwhile
-
-
-def test_a_server_that_refuses_every_row_is_not_asked_for_the_rest():
-    with (
-        serving(lambda body, before: (400, b"The model m does not exist", {})) as (url, bodies),
-        pytest.raises(EngineDied, match="The model m does not exist"),
-    ):
-        ask(engine_at(url, batch_size=2), *((number,) for number in range(1, 40)))
-    assert (
-        len(bodies) <= 8
-    )  # the two that end it, and what each thread had begun meanwhile, with vLLM's fields or not
 
 
 @pytest.mark.parametrize(
-    ("usage", "tokens"), [({"completion_tokens": 3}, 3), ({"completion_tokens": -1}, 0), ([], 0)]
+    ("reply", "most"),
+    [
+        ((500, b"oops", {}), 4),  # two that fail, and what each thread had begun meanwhile
+        ((400, b"no extra fields, and no model m", {}), 8),  # each with vLLM's fields first, and without
+    ],
 )
+def test_a_server_that_never_answered_is_not_asked_for_every_row(reply, most):
+    with (
+        serving(lambda body, before: reply) as (url, bodies),
+        pytest.raises(EngineDied, match=f"answered {reply[0]} .*{reply[1].decode()}") as died,
+    ):
+        ask(engine_at(url, tries=1 + (reply[0] == 400), batch_size=2), *((n,) for n in range(1, 40)))
+    assert "check that the server runs" in died.value.hint
+    assert len(bodies) <= most
+
+
+@pytest.mark.parametrize(("usage", "tokens"), [({"completion_tokens": 3}, 3), ({"completion_tokens": -1}, 0)])
 def test_tokens_are_those_that_the_server_counted_where_it_tells_no_ids(usage, tokens):
     answered = json.dumps({"choices": [{"text": "well", "finish_reason": "stop"}], "usage": usage})
     with serving(lambda body, before: (200, answered.encode(), {})) as (url, _):
@@ -197,10 +184,8 @@ def test_a_redirection_is_not_followed_and_the_key_stays_here():
 
 def test_a_prompt_that_the_server_finds_too_long_is_an_error_of_its_row():
     words = b"This model's maximum context length is 8 tokens"
-    with serving(lambda body, before: (400, words, {}) if len(body["prompt"]) > 3 else said("ok")) as (
-        url,
-        _,
-    ):
+    refusing = serving(lambda body, before: (400, words, {}) if len(body["prompt"]) > 3 else said("ok"))
+    with refusing as (url, _):
         found = ask(engine_at(url), (1, 2, 3, 4), (5,), ())
     assert [found[key].code for key in "012"] == ["prompt_too_long", "", "empty_prompt"]
 
@@ -235,17 +220,14 @@ def test_a_pause_that_the_server_asks_for_is_said_once(monkeypatch, caplog):
 
 def test_an_answer_of_which_no_tokens_are_known_has_no_likelihood(tiny):
     task = Task(question=Question(id="a", where=""), prompt_ids=(5,))
-    known = to_answer(
-        task,
-        Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1),
-        tiny.template.decode,
-        frozenset(),
-    )
-    unknown = to_answer(task, Completion(id="a", text="well"), tiny.template.decode, frozenset())
-    assert (known.logprob, unknown.logprob) == (-0.5, None)
+    completions = (
+        Completion(id="a", token_ids=(5,), logprobs=(-0.5,), tokens=1), Completion(id="a", text="well"),
+    )  # fmt: skip
+    answers = [to_answer(task, one, tiny.template.decode, frozenset()) for one in completions]
+    assert [answer.logprob for answer in answers] == [-0.5, None]
 
 
-@pytest.mark.parametrize("status", [200, 400, 401, 500])
+@pytest.mark.parametrize("status", [200, 401, 500])
 def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status):
     key = "my-own-secret-key-of-the-server"
     reply = (status, f'{{"error": "Authorization: Bearer {key}"}}'.encode(), {})
@@ -263,23 +245,14 @@ def test_a_key_that_the_server_sends_back_is_in_no_answer_and_no_error(status):
     assert "[hidden]" in shown
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://user:password@host/v1",
-        "https://host/v1?api_key=abcdefgh",
-        "http://hf_" + "a" * 34 + "@host/v1",
-    ],
-)
-def test_an_address_with_credentials_is_refused_without_them(url):
+def test_an_address_with_credentials_is_refused_without_them():
+    url = "http://user:password@host/v1"
     with pytest.raises(RecipeError, match="url holds .*saved with the answers") as caught:
         require_url(url)
     assert url not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "file:///etc/passwd", "http://", "http://[::1", "http://host:port/v1"]
-)
+@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://", "http://host:port/v1"])
 def test_what_is_no_address_of_a_server_is_refused(url):
     with pytest.raises(RecipeError, match="no address of a server"):
         require_url(url)
@@ -287,27 +260,17 @@ def test_what_is_no_address_of_a_server_is_refused(url):
 
 def plan_through(url, tiny, data, folder, **words):
     return ScorePlan(
-        model=str(tiny.folder),
-        sources=(data,),
-        output_dir=str(folder / "out"),
-        engine="server",
-        url=url,
-        **words,
-    )
+        model=str(tiny.folder), sources=(data,), output_dir=str(folder / "out"), engine="server", url=url, **words
+    )  # fmt: skip
 
 
 def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp_path):
     """Prompts are training's ids; the second run asks for the failed row alone."""
     rows = [{"id": f"r{n}", "prompt": f"question {n}", "completion": f"{n}"} for n in range(4)]
     data = DataSource(path=str(write_lines(tmp_path / "rows.jsonl", rows)))
-    prompts = [
-        list(task.prompt_ids)
-        for task in to_tasks(
-            list(Input(sources=(data,)).questions()),
-            template=tiny.template,
-            sampling=Sampling(),
-        )
-    ]
+    questions = list(Input(sources=(data,)).questions())
+    tasks = to_tasks(questions, template=tiny.template, sampling=Sampling())
+    prompts = [list(task.prompt_ids) for task in tasks]
     is_healthy = False
 
     def reply(body, before):
@@ -325,23 +288,19 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
     assert (asked, len(bodies), bodies[-1]["prompt"]) == (4, 5, prompts[2])
 
 
-def test_a_wrong_key_ends_the_scoring_at_once_with_what_to_check(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("reply", "graders", "words"),
+    [
+        ((401, b"no such key", {}), ("contains",), "answered 401 Unauthorized: no such key"),
+        (said("x"), ("choice", "perplexity"), "the server does not tell log-probabilities of the prompt"),
+    ],
+)
+def test_a_server_that_no_row_can_be_asked_of_ends_the_scoring_at_once(tiny, tmp_path, reply, graders, words):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "q", "answer": "5"}\n' * 9)
-    with serving(lambda body, before: (401, b"no such key", {})) as (url, bodies):
-        plan = plan_through(url, tiny, DataSource(path=str(rows)), tmp_path, batch_size=1)
-        with pytest.raises(ScoringFailed, match="answered 401 Unauthorized: no such key") as failed:
+    rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": "y"}\n' * 9)
+    with serving(lambda body, before: reply) as (url, bodies):
+        plan = plan_through(url, tiny, DataSource(path=str(rows)), tmp_path, graders=graders, batch_size=1)
+        with pytest.raises(ScoringFailed, match=words) as failed:
             quietly(plan)
     assert "OPENAI_API_KEY" in str(failed.value.hint)
-    assert len(bodies) <= 2
-
-
-def test_a_server_that_tells_nothing_of_a_prompt_is_given_up(tiny, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": 1}\n' * 3)
-    with serving(lambda body, before: said("x")) as (url, bodies):
-        graders = ("choice", "perplexity")
-        plan = plan_through(url, tiny, DataSource(path=str(rows)), tmp_path, graders=graders, batch_size=1)
-        with pytest.raises(ScoringFailed, match="the server does not tell log-probabilities of the prompt"):
-            quietly(plan)
     assert len(bodies) <= 2

@@ -26,12 +26,10 @@ def tasks(tiny):
     """17 prompts of very different length."""
     rows = training_exercises(17, seed=1)
     texts = [row["prompt"][: 3 + 5 * place] for place, row in enumerate(rows)]
-    conversations = [
-        Conversation((Message("user", text), Message("assistant", "x")), "here") for text in texts
-    ]
+    asked = [(Message("user", text), Message("assistant", "x")) for text in texts]
     return [
-        to_task(c, id=f"row-{place * 7 % 17}", template=tiny.template)
-        for place, c in enumerate(conversations)
+        to_task(Conversation(messages, "here"), id=f"row-{place * 7 % 17}", template=tiny.template)
+        for place, messages in enumerate(asked)
     ]
 
 
@@ -46,22 +44,21 @@ def engine_of(tiny, batch_size, model=None):
 
 
 @torch.no_grad()
-def most_likely(model, prompt, count, stop):
-    """Greedy decoding written out: the whole text again for every token, no cache, no padding."""
-    ids = list(prompt)
-    while len(ids) - len(prompt) < count:
-        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] in stop:
-            break
-    return ids[len(prompt) :]
+def require_greedy(model, prompt, written, most, stop):
+    """Each token is the likeliest behind those before it, by one pass over the whole text, without a cache and without
+    padding; the row ends at the first that stops it, or at its limit."""
+    logits = model(input_ids=torch.tensor([[*prompt, *written]])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == list(written)
+    assert not stop & set(written[:-1])
+    assert written[-1] in stop or len(written) == most
 
 
 def test_answers_are_the_most_likely_tokens(tiny, tasks):
     answers = ask(tiny, tasks, GREEDY, batch_size=5)
     for task, answer in zip(tasks, answers, strict=True):
-        expected = most_likely(tiny.model, task.prompt_ids, 12, set(tiny.template.stop_ids))
-        assert answer.completion_tokens == len(expected)
-        assert answer.text == tiny.tokenizer.decode(expected, skip_special_tokens=True)
+        require_greedy(tiny.model, task.prompt_ids, answer.token_ids, 12, tiny.template.stop_ids)
+        assert answer.completion_tokens == len(answer.token_ids)
+        assert answer.text == tiny.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
@@ -107,40 +104,28 @@ def test_sampling_draws_from_the_softmax(tiny, tasks):
     assert abs(seen - chance * draws) < 5 * (draws * chance * (1 - chance)) ** 0.5
 
 
-def test_an_answer_ends_at_every_end_of_turn_id(tiny, tasks):
-    whole = most_likely(tiny.model, tasks[16].prompt_ids, 12, set(tiny.template.stop_ids))
-    turn_end = whole[3]
-    before = tiny.model.generation_config
-    tiny.model.generation_config = GenerationConfig(eos_token_id=[tiny.tokenizer.eos_token_id, turn_end])
-    try:
-        (answer,) = ask(tiny, [tasks[16]], GREEDY)
-    finally:
-        tiny.model.generation_config = before
-    length = whole.index(turn_end) + 1
+def test_an_answer_ends_at_every_end_of_turn_id(tiny, tasks, monkeypatch):
+    (whole,) = ask(tiny, [tasks[16]], GREEDY)
+    turn_end = whole.token_ids[3]
+    listed = GenerationConfig(eos_token_id=[tiny.tokenizer.eos_token_id, turn_end])
+    monkeypatch.setattr(tiny.model, "generation_config", listed)
+    (answer,) = ask(tiny, [tasks[16]], GREEDY)
+    length = whole.token_ids.index(turn_end) + 1
     assert (answer.finish_reason, answer.completion_tokens) == ("stop", length)
-    assert answer.text == tiny.tokenizer.decode(whole[: length - 1], skip_special_tokens=True)
+    assert answer.text == tiny.tokenizer.decode(whole.token_ids[: length - 1], skip_special_tokens=True)
 
 
-def test_the_models_own_generation_settings_are_set_aside_and_put_back(tiny, tasks):
-    plain = ask(tiny, tasks, GREEDY)
-    before = tiny.model.generation_config
-    tiny.model.generation_config = own = GenerationConfig(
-        do_sample=True,
-        temperature=2.0,
-        repetition_penalty=5.0,
-        max_new_tokens=1,
-        eos_token_id=before.eos_token_id,
-    )
-    try:
-        assert ask(tiny, tasks, GREEDY) == plain
-        assert tiny.model.generation_config is own
-    finally:
-        tiny.model.generation_config = before
-
-
-def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks):
+def test_a_model_in_training_answers_by_our_settings_and_goes_on_training_with_its_own(
+    tiny, tasks, monkeypatch
+):
+    """Mode, attention and what its makers would have ``generate`` do are set aside and put back."""
     plain = ask(tiny, tasks, GREEDY)
     before = tiny.model.config._attn_implementation
+    settings = GenerationConfig(
+        do_sample=True, temperature=2.0, repetition_penalty=5.0, max_new_tokens=1,
+        eos_token_id=tiny.model.generation_config.eos_token_id,
+    )  # fmt: skip
+    monkeypatch.setattr(tiny.model, "generation_config", settings)
     try:
         use_attention(tiny.model, "sdpa")
         own = tiny.model.config._attn_implementation
@@ -149,23 +134,10 @@ def test_a_model_in_training_answers_and_goes_on_training(tiny, tasks):
         assert ask(tiny, tasks, GREEDY) == plain
         assert tiny.model.training
         assert tiny.model.config._attn_implementation == own
+        assert tiny.model.generation_config is settings
     finally:
         tiny.model.eval()
         tiny.model.set_attn_implementation(before)
-
-
-def test_a_prompt_without_room_for_an_answer_carries_the_arithmetic(tiny, tasks):
-    room = 192  # max_position_embeddings of the tiny model
-    ids = (tasks[0].prompt_ids * room)[: room - 12 + 1]
-    long, fits = (
-        replace(tasks[0], prompt_ids=ids),
-        replace(renamed(tasks[0], "fits"), prompt_ids=ids[1:]),
-    )
-    first, second, third = ask(tiny, [long, fits, tasks[1]], GREEDY)
-    assert first.finish_reason == "error"
-    assert first.error == "prompt 181 + max_new_tokens 12 = 193 tokens, the model has room for 192"
-    assert not second.error
-    assert third == ask(tiny, [tasks[1]], GREEDY)[0]
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "qwen3_moe", "phi3", "falcon"])
@@ -173,22 +145,46 @@ def test_rows_that_enter_and_leave_write_what_they_write_alone(tiny, family):
     """Sliding windows, learned positions, experts, fused and shared heads: 14 rows through 4 places, each with a limit
     of its own, one of them beyond two growths of the cache."""
     model = tiny_model(family).eval()
-    engine = engine_of(tiny, 4, model)
-    rows = make_rows([3 + 5 * place % 37 for place in range(14)])
+    limits = [70 if place == 3 else 1 + place * 5 % 11 for place in range(14)]
     requests = [
-        Request(
-            id=str(place),
-            prompt_ids=tuple(row.tolist()),
-            sampling=Sampling(max_new_tokens=70 if place == 3 else 1 + place * 5 % 11),
+        Request(id=str(place), prompt_ids=tuple(row.tolist()), sampling=Sampling(max_new_tokens=most))
+        for place, (row, most) in enumerate(
+            zip(make_rows([3 + 5 * place % 37 for place in range(14)]), limits, strict=True)
         )
-        for place, row in enumerate(rows)
     ]
-    stop = set(tiny.template.stop_ids) | {2}
     assert can_join(model)
-    found = {completion.id: list(completion.token_ids) for completion in engine.answer(requests)}
+    found = {one.id: one.token_ids for one in engine_of(tiny, 4, model).answer(requests)}
+    assert len(found) == len(requests)
+    for one in requests:
+        stop = tiny.template.stop_ids | {2}
+        require_greedy(model, one.prompt_ids, found[one.id], one.sampling.max_new_tokens, stop)
+
+
+BOUNDARY = 24
+# three short, three that cross while they answer, one whose last new token would be the first beyond, three long
+AROUND = (4, 9, 15, 17, 19, 24, 16, 25, 31, 60)
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_with_longrope_answers_are_equal_alone_and_beside_prompts_beyond_its_boundary(tiny, family):
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": BOUNDARY,
+        "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 4.0, 9.0, 30.0],
+    }  # fmt: skip
+    model = tiny_model(family, rope_parameters=rope, original_max_position_embeddings=BOUNDARY).eval()
+    requests = [
+        Request(id=str(len(row)), prompt_ids=tuple(row.tolist()), sampling=Sampling(max_new_tokens=8))
+        for row in make_rows(AROUND)
+    ]
+
+    def answers(asked, batch_size):
+        return {one.id: one.token_ids for one in engine_of(tiny, batch_size, model).answer(asked)}
+
+    alone = {}
     for request in requests:
-        most = request.sampling.max_new_tokens
-        assert found[request.id] == most_likely(model, request.prompt_ids, most, stop)
+        alone |= answers([request], 1)
+    assert len(alone) == len(requests)
+    assert answers(requests, 16) == answers(requests[::-1], 3) == alone
 
 
 def test_prompts_that_enter_together_need_little_padding(tiny):
@@ -198,14 +194,11 @@ def test_prompts_that_enter_together_need_little_padding(tiny):
         Request(id=str(place), prompt_ids=(5,) * length, sampling=Sampling(max_new_tokens=1 + place % 4))
         for place, length in enumerate(lengths)
     ]
-    engine = engine_of(tiny, 8)
     read = []
-    handle = tiny.model.get_input_embeddings().register_forward_hook(
+    with tiny.model.get_input_embeddings().register_forward_hook(
         lambda _, ids, __: read.append(ids[0].numel() if ids[0].shape[1] > 1 else 0)
-    )
-    found = list(engine.answer(requests))
-    handle.remove()
-    assert len(found) == 60
+    ):
+        assert len(list(engine_of(tiny, 8).answer(requests))) == 60
     assert sum(lengths) < sum(read) < sum(lengths) + 8 * max(lengths)
 
 
@@ -262,14 +255,11 @@ def test_texts_behind_one_prompt_share_it_and_weigh_what_they_weigh_alone(tiny, 
         for p, prompt in enumerate(prompts)
         for t in range(2 + p % 3)
     ]
-    widths = []
-    handle = model.get_input_embeddings().register_forward_hook(
-        lambda _, ids, __: widths.append(ids[0].numel())
-    )
-    together = {found.id: found for found in engine.loglikelihoods(asked)}
-    handle.remove()
+    read = []
+    with model.get_input_embeddings().register_forward_hook(lambda _, ids, __: read.append(ids[0].numel())):
+        together = {found.id: found for found in engine.loglikelihoods(asked)}
     assert len(together) == len(asked)
-    assert sum(widths) < sum(len(one.prompt_ids) + len(one.token_ids) for one in asked)
+    assert sum(read) < sum(len(one.ids) for one in asked)
     monkeypatch.setattr(engine_transformers, "can_join", lambda model: False)
     for one in asked:
         (alone,) = engine.loglikelihoods([one])

@@ -44,9 +44,7 @@ print('{"context": 64, "vocabulary": 100}', flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("rank", "taken"), [(1, 1), (2, 8), (8, 8), (9, 16), (200, 256), (300, 320), (513, 0)]
-)
+@pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (8, 8), (300, 320), (513, 0)])
 def test_ranks_are_rounded_up_to_what_vllm_takes(rank, taken):
     assert rounded_rank(rank) == taken
 
@@ -66,10 +64,9 @@ def test_without_vllm_the_error_names_the_python_and_the_extra(monkeypatch):
         ({"use_dora": True}, "DoRA"),
         ({"lora_bias": True}, "biases of the adapter"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4"),
-        (
-            {"target_parameters": ["mlp.experts.down_proj"]},
-            "adapters on stacked experts (mlp.experts.down_proj)",
-        ),
+        ({"target_parameters": ["mlp.up_proj"]}, "adapters on stacked experts (mlp.up_proj)"),
+        ({"modules_to_save": ["lm_head"]}, "modules trained whole (lm_head)"),
+        ({"rank_pattern": {"q_proj": 2}}, "ranks or alphas that differ between modules"),
         ({"r": 600}, "rank 600, at most 512"),
     ],
 )
@@ -85,7 +82,7 @@ def request(id, tokens, token=1):
 def test_a_process_that_dies_says_its_last_words(run_as_worker):
     run_as_worker(OPEN + "sys.stdin.readline()\nsys.exit('out of blocks')\n")
     with closing(vllm()) as engine:
-        answers = engine.answer([request("long", 61), request("fits", 3)])
+        answers = engine.answer([request("long", 61), request("fits", 60)])
         assert next(answers).error == "prompt 61 + max_new_tokens 4 = 65 tokens, the model has room for 64"
         with pytest.raises(EngineDied, match="out of blocks"):
             next(answers)
@@ -182,15 +179,12 @@ def test_vllm_is_full_between_two_shards_and_each_row_is_answered_once(fake_vllm
     monkeypatch.setenv("ROWS", "24")
     with closing(vllm()) as engine:
         for shard, after in zip(shards, [*shards[1:], []], strict=True):
-            found = {}
-            for answer in engine.answer(shard, ahead=after):
-                assert answer.id not in found
-                found[answer.id] = answer
-            assert found.keys() == {one.id for one in shard}
-            for one in shard:
-                (token, *_) = one.prompt_ids
-                assert found[one.id].token_ids == (token,) * token
-                assert found[one.id].logprobs == (-1.0,) * token
+            answers = list(engine.answer(shard, ahead=after))
+            assert sorted(answer.id for answer in answers) == sorted(one.id for one in shard)
+            tokens = {one.id: one.prompt_ids[0] for one in shard}
+            for answer in answers:
+                token = tokens[answer.id]
+                assert (answer.token_ids, answer.logprobs) == ((token,) * token, (-1.0,) * token)
     running = [int(line) for line in fake_vllm.read_text().split()]
     assert running[:-5] == [3] * (len(running) - 5)
     assert sum(running) == sum(one.prompt_ids[0] for shard in shards for one in shard)
