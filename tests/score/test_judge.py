@@ -25,9 +25,8 @@ ROWS = 6
 @pytest.mark.parametrize(
     ("verdict", "words", "grade"),
     [
-        ("points", "It is right.\nVerdict: 7", 7.0),
         ("points", "Verdict: 3\nNo, on second thought\n**Verdict: 8/10**", 8.0),
-        ("points", "9", 9.0),
+        ("points", "10", 10.0),
         ("points", "Verdict: 11", None),
         ("points", "Verdict: 0", None),
         ("points", "I would give 7 of 10", None),
@@ -123,22 +122,19 @@ def test_two_scorings_are_judged_in_both_orders(tiny, plan, tmp_path):
     assert len(bodies) == 2 * (ROWS - 1) + 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "why"),
-    [
-        (b'{"custom_id": 7}\n', "has no response"),
-        (b'{"custom_id": "7", "response": 7}\n', "is not as it was written"),
-    ],
-)
-def test_a_damaged_scoring_to_compare_with_is_an_error_with_its_file_and_line(plan, tmp_path, damage, why):
+def test_a_damaged_scoring_to_compare_with_is_an_error_with_its_file_and_line(plan, tmp_path):
     quietly(plan)
     other = tmp_path / "other"
     other.mkdir()
-    (other / "answers.jsonl").write_bytes(answers(plan).read_bytes() + damage)
-    with serving(lambda body, before: said("Verdict: A")) as (url, _):
-        name = judge_file(plan, url=url, verdict="prefer", against=other)
-        with pytest.raises(RunDirectoryError, match=f"{other}: .*answers.*: line {ROWS + 1} {why}"):
-            quietly(replace(plan, graders=(name,)))
+    for damage, why in (
+        (b'{"custom_id": 7}\n', "has no response"),
+        (b'{"custom_id": "7", "response": 7}\n', "is not as it was written"),
+    ):
+        (other / "answers.jsonl").write_bytes(answers(plan).read_bytes() + damage)
+        with serving(lambda body, before: said("Verdict: A")) as (url, _):
+            name = judge_file(plan, url=url, verdict="prefer", against=other)
+            with pytest.raises(RunDirectoryError, match=f"{other}: .*answers.*: line {ROWS + 1} {why}"):
+                quietly(replace(plan, graders=(name,)))
 
 
 class Killed(BaseException):
@@ -199,13 +195,10 @@ def test_a_model_in_this_process_judges_too(plan, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"verdict": "stars"}, "verdict = 'stars': must be 'points', 'yes_no' or 'prefer'"),
+        ({"verdict": "stars"}, "judge.yaml: verdict = 'stars': must be 'points', 'yes_no' or 'prefer'"),
         ({"verdit": "points"}, "unknown key 'verdit'"),
         ({"verdict": "prefer"}, "verdict prefer with against ''"),
         ({"engine": "server"}, "judge.yaml': engine server needs --url"),
-        ({"engine": "vlm"}, "engine = 'vlm': must be .*did you mean 'vllm'"),
-        ({"temperature": "hot"}, "temperature = 'hot': must be a number"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0: must be at least 1"),
         ({"template": "/no/such"}, "template /no/such cannot be read"),
         ({"model": "''"}, "model is missing"),
     ],
@@ -218,14 +211,16 @@ def test_a_judge_that_is_not_described_well_is_refused(plan, keys, named):
 def test_the_key_of_a_judge_follows_from_template_sampling_and_model(plan, tmp_path):
     template = tmp_path / "ask.txt"
     template.write_text("Is {answer} right?")
-    keys = {}
-    changes = {"temperature": 0.5}, {"template": template}, {"verdict": "yes_no"}, {"chat_template": "chatml"}
-    for change in ({}, *changes):
+
+    def key(**change):
         (grader,) = open_graders((judge_file(plan, **change),))
-        keys[grader.key] = change
+        return grader.key
+
+    changes = {"temperature": 0.5}, {"template": template}, {"verdict": "yes_no"}, {"chat_template": "chatml"}
+    keys = {key(), *(key(**change) for change in changes)}
     template.write_text("Is {answer} good?")
-    (grader,) = open_graders((judge_file(plan, template=template),))
-    assert len({*keys, grader.key}) == 6
-    template.write_text("Is {anser} good?")
-    with pytest.raises(RecipeError, match="{anser} is not known"):
-        open_graders((judge_file(plan, template=template),))
+    assert len({*keys, key(template=template)}) == 6
+    for text, fault in (("Is {anser} good?", "{anser} is not known"), ("Is it good?", "{answer} is missing")):
+        template.write_text(text)
+        with pytest.raises(RecipeError, match=fault):
+            key(template=template)

@@ -8,8 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from transformers import AutoTokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fitune.errors import DataError, MissingExtra, RecipeError, RunDirectoryError, ScoringFailed
 from fitune.recipe.score_recipe import score_recipe
@@ -64,37 +66,28 @@ def folder(tmp_path_factory):
         "metric_list": [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}],
     }  # fmt: skip
     texts = {
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "description": "",
+        "doc_to_text": "", "doc_to_target": "{{text}}", "description": "",
         "metric_list": [{"metric": name, **perplexity} for name in ("word_perplexity", "byte_perplexity")],
-    }
+    }  # fmt: skip
     until = {"until": ["\n"], "max_gen_toks": 4}
+    is_ends = {"until": ["\n", "is"], "max_gen_toks": 24, "do_sample": False}
     tasks = {
         "sums_choice": ("multiple_choice", choices),
-        "sums_written": (
-            "generate_until",
-            {**matched, "generation_kwargs": {"until": ["\n", "is"], "max_gen_toks": 24, "do_sample": False}},
-        ),
+        "sums_written": ("generate_until", {**matched, "generation_kwargs": is_ends}),
         "sums_text": ("loglikelihood_rolling", texts),
         "sums_drawn": ("generate_until", {**matched, "repeats": 2, "generation_kwargs": DRAWN}),
         "sums_top_k": ("generate_until", {**matched, "generation_kwargs": DRAWN | {"top_k": 5}}),
         "sums_run": ("generate_until", {"unsafe_code": True}),
         "sums_fetched": ("generate_until", {"metric_list": [{"metric": "a_metric_of_the_hub", **mean}]}),
-        "sums_elsewhere": (
-            "loglikelihood_rolling",
-            {"dataset_path": "nobody/has_this_dataset", "dataset_kwargs": {}},
-        ),
-        "sums_beams": ("generate_until", {"generation_kwargs": until | {"num_beams": 3}}),
+        "sums_elsewhere": ("loglikelihood_rolling", {"dataset_path": "nobody/has_it", "dataset_kwargs": {}}),
         "sums_no_room": ("generate_until", {"generation_kwargs": until | {"max_gen_toks": 256}}),
         "sums_long_choice": ("multiple_choice", {"doc_to_choice": ["a", LONG], "doc_to_target": 0}),
     }
     for name, (kind, task) in tasks.items():
         own = {"task": name, "output_type": kind, **local, **task}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(own))
-    (folder / "group.yaml").write_text(
-        yaml.safe_dump({"group": "sums_group", "task": ["sums_choice", "sums_run"]})
-    )
+    group = {"group": "sums_group", "task": ["sums_choice", "sums_run"]}
+    (folder / "group.yaml").write_text(yaml.safe_dump(group))
     return folder
 
 
@@ -165,45 +158,36 @@ def test_figures_are_those_of_lm_evals_own_model(run, folder, model_folder, tmp_
 
 
 @NEEDS_LM_EVAL
-def test_with_an_adapter_the_figures_are_those_of_lm_evals_own_model_that_has_it_merged(
+def test_as_chats_with_an_adapter_the_figures_are_those_of_lm_evals_own_model_that_has_it_merged(
     run, folder, model_folder, tmp_path
 ):
     """lm-eval's own model given the adapter would first cut the embeddings to the words of the tokenizer."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
+    chatting = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    settings = json.loads((chatting / "tokenizer_config.json").read_text())
+    (chatting / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": NO_SYSTEM}))
     torch.manual_seed(1)
     config = LoraConfig(
         r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
     )
-    merged = Path(shutil.copytree(model_folder, tmp_path / "merged"))
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
+    merged = Path(shutil.copytree(chatting, tmp_path / "merged"))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(chatting), config)
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(merged)
-    found = run(tmp_path / "adapted", *NAMES[:2], adapter=str(tmp_path / "adapter"))
-    require_those_of_lm_eval(folder, found, merged)
-    base = run(tmp_path / "base", *NAMES[:2])
-    assert all(answers(found[task]) != answers(base[task]) for task in base)
-
-
-@NEEDS_LM_EVAL
-def test_as_chats_prompts_and_figures_are_those_of_lm_evals_own_model(run, folder, model_folder, tmp_path):
-    chatting = Path(shutil.copytree(model_folder, tmp_path / "model"))
-    settings = json.loads((chatting / "tokenizer_config.json").read_text())
-    (chatting / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": NO_SYSTEM}))
     said = []
 
     def tell(event):
         said.append(getattr(event, "text", ""))
 
-    found = run(tmp_path / "out", *NAMES[:2], model=chatting, chat_template="own", emit=tell)
-    require_those_of_lm_eval(folder, found, chatting, chat=True)
+    words = {"model": chatting, "chat_template": "own", "emit": tell}
+    found = run(tmp_path / "adapted", *NAMES[:2], adapter=str(tmp_path / "adapter"), **words)
+    require_those_of_lm_eval(folder, found, merged, chat=True)
     asked = found["sums_written"][0]["arguments"][0][0]
     assert asked == "user: What is 2 plus 3?</s>assistant:"
     assert [line for line in said if "system" in line] == [
         "lm-eval: the chat template refuses a system message (no system role): the tasks' descriptions are left out"
     ]
+    base = run(tmp_path / "base", "sums_written", **words)
+    assert answers(found["sums_written"]) != answers(base["sums_written"])
 
 
 @NEEDS_LM_EVAL
@@ -222,11 +206,9 @@ def test_drawn_answers_follow_from_the_seed_alone(run, tmp_path):
     ("tasks", "settings", "error", "words"),
     [
         (["sums_chioce"], {}, RecipeError, "sums_chioce: lm-eval has no such task\n  try: did you mean 'sums_choice'?"),
-        (["sums_run"], {}, RecipeError, "sums_run: the task runs the code that the model writes"),
         (["sums_group"], {}, RecipeError, "sums_run: the task runs the code that the model writes"),
         (["sums_fetched"], {}, RecipeError, "its metric a_metric_of_the_hub is code of the Hub"),
         (["sums_elsewhere"], {}, DataError, "sums_elsewhere: the task or its data cannot be read"),
-        (["sums_beams"], {}, ScoringFailed, "task sums_beams, row 0: generation_kwargs has num_beams = 3"),
         (["sums_top_k"], {}, ScoringFailed, "task sums_top_k, row 0: generation_kwargs has top_k = 5"),
         (["sums_no_room"], {}, ScoringFailed, "max_gen_toks 256 leaves no room for a prompt"),
         (["sums_long_choice"], {}, ScoringFailed, "row 0: the text to be scored has"),

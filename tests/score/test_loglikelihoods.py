@@ -34,7 +34,7 @@ RIGHT = (1, 0, 3)
     [
         ({"question": "q", "choices": ["x", "y", "z"], "answer": 2}, 2),
         ({"question": "q", "choices": ["x", "y", "z"], "answer": "b"}, 1),
-        ({"question": "q", "choices": ["red", "green"], "answer": "green"}, 1),
+        ({"question": "q", "choices": ["x", "y"], "answer": "y"}, 1),
         ({"question": "q", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"}, 1),
         ({"question_stem": "q", "choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answerKey": "1"}, 0),
         ({"ctx": "q", "endings": ["x", "y", "z", "w"], "label": "3"}, 3),
@@ -45,14 +45,13 @@ RIGHT = (1, 0, 3)
 def test_choices_are_read_as_people_write_them(fields, right):
     question, system, choices, found = read_choices(Row("f:1", fields), columns=())
     assert (question, system, found) == ("q", "", right)
-    assert len(choices) >= 2
+    assert choices in (("x", "y"), ("x", "y", "z"), ("x", "y", "z", "w"))
 
 
 @pytest.mark.parametrize(
     ("answer", "choices", "named"),
     [
         (3, ["x", "y"], "answer = 3 names no choice"),
-        ("D", ["x", "y"], "answer = 'D' names no choice"),
         (True, ["x", "y"], "answer = True names no choice"),
         ("1", ["1", "2"], "answer = '1' may be one choice or another"),
         (0, ["x"], "1 choices, there must be 2 to 26"),
@@ -131,9 +130,7 @@ def test_grades_follow_from_the_softmax_of_trainings_own_ids(tiny, plan):
     low, high = report.intervals["perplexity"]
     assert low < report.grades["perplexity"] < high
     assert (report.generated_tokens, report.cut_off, report.answered) == (0, 0, 12)
-    told = text_of(report)
-    assert "rows whose likeliest choice per character is the right one" in told
-    assert "tokens of given answers, none generated" in told
+    assert "tokens of given answers, none generated" in text_of(report)
 
 
 def test_the_normalised_choices_differ_where_lengths_do():
@@ -175,7 +172,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_computed(plan, 
         quietly(replace(plan, sources=(data,), graders=("choice",)))
 
 
-@pytest.mark.parametrize(("rows", "tokens", "prompts"), [(2, 1_000, 1), (2, 1_000, 2), (120, 20, 120)])
+@pytest.mark.parametrize(("rows", "tokens", "prompts"), [(2, 1_000, 1), (120, 20, 120)])
 def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
     """2,000 or 2,400 tokens, 30,000 words: whole logits would take 229 MiB, a chunk of 256 tokens takes 29 MiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -199,7 +196,7 @@ def test_logits_exist_for_some_tokens_at_a_time(tiny, rows, tokens, prompts):
     assert weights < peak < weights + 4 * chunk < weights + rows * tokens * 30_000 * 4
 
 
-@pytest.mark.parametrize(("engine", "longest"), [("transformers", 6), ("server", 4), ("vllm", 4)])
+@pytest.mark.parametrize(("engine", "longest"), [("transformers", 6), ("vllm", 4)])
 def test_the_embedded_engine_has_room_for_the_token_that_it_does_not_read(engine, longest):
     asked = [Continuation(id=str(n), prompt_ids=(1,) * 5, token_ids=(2,) * n) for n in range(1, 9)]
     asked.append(Continuation(id="none", prompt_ids=(), token_ids=(2,)))
