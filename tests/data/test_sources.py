@@ -177,13 +177,6 @@ def test_cloud_addresses_are_read_through_fsspec(monkeypatch):
         read("gs://bucket/none.jsonl")
 
 
-def test_the_content_key_follows_the_content(tmp_path):
-    def key(*rows):
-        return content_key(DataSource(path=str(write_lines(tmp_path / "rows.jsonl", rows))))
-
-    assert key(*ROWS) == key(*ROWS) != key(*ROWS[:-1], ROWS[-1] | {"completion": "answer 20"})
-
-
 TWICE = [
     ('{"prompt": "a", "completion": "right", "completion": "wrong"}', "completion"),
     (
