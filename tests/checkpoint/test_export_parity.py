@@ -21,7 +21,7 @@ from checkpoint.tiny_export import (
     with_adapter,
     with_random_b,
 )
-from fitune.checkpoint import export, parity
+from fitune.checkpoint import export, layout, parity
 from fitune.checkpoint.export import export_adapter, export_full, export_merged
 from fitune.errors import CheckpointError, RunDirectoryError
 from fitune.models.adapter_file import linear_names
@@ -204,6 +204,13 @@ def test_an_adapter_on_the_wrong_base_is_found(tmp_path):
     with pytest.raises(CheckpointError, match="does not answer like the trained one: logits differ by"):
         export_adapter(model, into(tmp_path / "out"), base=str(tmp_path / "other"))
     assert not (tmp_path / "out").exists()
+
+
+def test_empty_tensors_are_found(tmp_path):
+    model = tiny_base(tmp_path / "base")
+    pieces = {name: layout.FileTensor(t, lambda t=t: t) for name, t in {"hollow": torch.zeros(0, 4)}.items()}
+    with pytest.raises(CheckpointError, match="hollow"):
+        layout.write_model(model, tmp_path, pieces)
 
 
 def test_a_tensor_that_transformers_does_not_load_is_found(tmp_path, monkeypatch):
