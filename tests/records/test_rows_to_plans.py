@@ -120,6 +120,15 @@ def test_tied_embeddings_as_the_row_says_or_as_its_parameters_do():
         assert plan("full-one-device", tied_embeddings=tied, **said).model.tied_embeddings == tied
 
 
+def test_matrices_of_experts_were_linears_that_quantisers_pack():
+    """Before transformers 5."""
+    shapes = dict.fromkeys(
+        ("params_b", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    )
+    model = plan("qlora-fsdp-frozen", **shapes, model="Qwen/Qwen3-30B-A3B").model
+    assert {linear.adaptable for linear in model.linears if linear.part == "experts"} == {True}
+
+
 def test_nodes_and_network_in_words():
     for gpus, said, nodes in (
         (4, {"sharding": "DeepSpeed ZeRO-2, 2 nodes x 2 GPUs"}, 2), (2, {"sharding": "ZeRO-2, 0 nodes x 8 GPUs"}, 1),
@@ -169,6 +178,7 @@ def test_what_a_row_says_wins_over_its_trainer():
         return trainer_of(told, profile_of(told))
 
     assert switches().fp32_trained
+    assert [switches(notes=words).eager_mlp for words in ("", "FOAK kernels")] == [False, True]
     assert not switches(optimizer_dtype="bf16").fp32_trained
     assert not switches(optimizer="AdamW (fused)").foreach
     assert switches(notes="").reentrant

@@ -155,7 +155,9 @@ def test_ranks_and_restarts_are_on_the_page(run):
     killed = RankError(kind="RankFailed", message="ended", exit_code=1, at=0.0, is_by_another=True)
     write_status(logs, RankStatus(rank=0, pid=7, host="alpha", step=119, doing="backward"))
     write_status(logs, RankStatus(rank=1, pid=8, host="beta", step=118, doing="forward", error=killed))
-    page = page_of(*RunView(run).look())
+    files, under_way = RunView(run).look()
+    assert under_way.last_sign_s < 600
+    page = page_of(files, under_way)
     gone = "rank 1 (process 8 on beta) ended without a word (last seen: forward, step 118)"
     for words in ("process 7 on alpha", "119", gone, "on 2 machines"):
         assert words in page
