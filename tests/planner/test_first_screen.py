@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from fitune.cli.terminal import print_coloured
-from fitune.errors import FituneError, HardwareError, NothingFits
+from fitune.errors import HardwareError, NothingFits
 from fitune.planner.first_screen import changed_recipe, first_screen, other_ways, screen_of_nothing
 from fitune.planner.study import plan_with_change
 from fitune.session.planning import first_screen_of, plan_on_data, wanted_hardware
@@ -26,8 +26,11 @@ OFTEN = {
 }  # fmt: skip
 
 
+SEEDS = (0, 1, 2, 3, 5, 6, 7, 8, 10, 11)  # settings of 4 contradict one another, and nothing fits those of 9
+
+
 def drawn(seed):
-    """A recipe drawn at random, as it is typed; its settings may contradict one another, or nothing may fit."""
+    """A recipe drawn at random, as it is typed."""
     random = Random(seed)
     model = random.choice(("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-14B"))
     card, gpus = random.choice(("t4", "rtx-4090", "v100-32gb", "a100-80gb")), random.choice((1, 1, 2, 4))
@@ -57,7 +60,7 @@ SITUATIONS = (
     "--model demo --gpu cpu",
     "--model meta-llama/Llama-3.1-8B --gpu 3060 --tuning qlora --quantization nf4",
     "--model openai-community/gpt2 --gpu rtx-4090 --tuning qlora --quantization-bits 8 --lora-layers 2-5",
-    *(pytest.param(words, marks=pytest.mark.slow) for words in (*LARGER_GRID, *map(drawn, range(12)))),
+    *(pytest.param(words, marks=pytest.mark.slow) for words in (*LARGER_GRID, *map(drawn, SEEDS))),
 )
 NOTHING = (
     "--model meta-llama/Llama-3.1-8B --gpu rtx-3060 --tuning full",
@@ -115,10 +118,7 @@ def situation(request, demo_config, tmp_path_factory):
     words = request.param.replace("demo", demo_config)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FITUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        try:
-            return words, *planned(words)
-        except FituneError as error:
-            pytest.skip(f"was drawn and has no plan: {error.message}")
+        return words, *planned(words)
 
 
 def test_the_verdict_comes_first_and_all_is_one_screen(situation):
