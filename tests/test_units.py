@@ -16,6 +16,7 @@ from fitune.errors import (
     joined_hints,
 )
 from fitune.units import GIB, MIB
+from fitune.values.words import describe_grade
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,9 @@ def test_one_is_singular_and_ranges_are_short():
 )
 def test_a_cost_below_a_cent_is_not_nothing(dollars, text):
     assert units.format_dollars(dollars) == text
+
+
+def test_a_grade_is_written_by_its_scale():
+    grades = {"share": 0.45, "points": 7.314, "nats": -12.4}
+    shown = [describe_grade(grade, scale) for scale, grade in grades.items()]
+    assert shown == ["45.0 %", "7.31", "-12.40 nats"]
