@@ -6,6 +6,7 @@ from fitune.errors import NothingFits, RecipeError
 from fitune.planner.first_screen import changed_recipe
 from fitune.planner.study import largest
 from fitune.session.alternatives import largest_for, plan_with
+from fitune.units import format_bytes
 from plans import gpu, known, recipe_of, report_of
 
 
@@ -37,10 +38,14 @@ def why(model, settings, change):
     return text.splitlines(), data["why"]
 
 
-def test_the_method_stays_unless_the_change_names_one():
+def test_the_method_stays_unless_the_change_names_one_and_the_difference_is_told():
     lines, answer = why("llama-3.2-1b", "gpu: a100-80gb, gpus: 4", "zero: 3, offload_optimizer: cpu")
     assert answer["taken"]["plan"]["tuning"] == answer["pinned"]["plan"]["tuning"]
-    assert any(line.lstrip().startswith("sent in a step") for line in lines)
+    for name, key in (("a device at its peak", "peak_bytes"), ("sent in a step", "communication_bytes")):
+        [row] = (line for line in lines if line.strip().startswith(name))
+        taken, pinned = (answer[side]["estimate"][key] for side in ("taken", "pinned"))
+        change = f"{'+' if pinned >= taken else '−'}{format_bytes(abs(pinned - taken))}"
+        assert " ".join(row.split()) == f"{name} {format_bytes(taken)} {format_bytes(pinned)} {change}"
 
 
 def test_a_change_that_does_not_fit_is_answered_with_its_sum():
