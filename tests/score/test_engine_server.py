@@ -289,18 +289,22 @@ def test_a_scoring_through_a_server_asks_again_for_the_rows_it_refused(tiny, tmp
 
 
 @pytest.mark.parametrize(
-    ("reply", "graders", "words"),
+    ("reply", "graders", "together", "words"),
     [
-        ((401, b"no such key", {}), ("contains",), "answered 401 Unauthorized: no such key"),
-        (said("x"), ("choice", "perplexity"), "the server does not tell log-probabilities of the prompt"),
+        ((401, b"no such key", {}), ("contains",), 32, "answered 401 Unauthorized: no such key"),
+        (said("x"), ("choice", "perplexity"), 1, "the server does not tell log-probabilities of the prompt"),
     ],
 )
-def test_a_server_that_no_row_can_be_asked_of_ends_the_scoring_at_once(tiny, tmp_path, reply, graders, words):
+def test_a_server_of_which_no_row_can_be_asked_ends_the_scoring_at_once(
+    tiny, tmp_path, reply, graders, together, words
+):
+    """One no of a server to a key is enough, however many rows are under way."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "choices": ["x", "y"], "answer": "y"}\n' * 9)
     with serving(lambda body, before: reply) as (url, bodies):
-        plan = plan_through(url, tiny, DataSource(path=str(rows)), tmp_path, graders=graders, batch_size=1)
+        data = DataSource(path=str(rows))
+        plan = plan_through(url, tiny, data, tmp_path, graders=graders, batch_size=together)
         with pytest.raises(ScoringFailed, match=words) as failed:
             quietly(plan)
     assert "OPENAI_API_KEY" in str(failed.value.hint)
-    assert len(bodies) <= 2
+    assert together > 1 or len(bodies) <= 2
