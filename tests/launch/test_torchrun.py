@@ -20,6 +20,7 @@ from pathlib import Path
 rank = os.environ["RANK"]
 folder = Path(os.environ["FOLDER"])
 stopped = []
+signal.alarm(120)  # where nobody stops it
 signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
 (folder / f".pid{rank}").write_text(str(os.getpid()))
 (folder / f".pid{rank}").rename(folder / f"pid{rank}")
@@ -56,7 +57,8 @@ def launched(folder, fault):
 
 
 def end(program):
-    program.join(timeout=300)
+    program.join(timeout=150)
+    program.kill()  # nothing happens where it has ended
     return program.exitcode
 
 
