@@ -48,14 +48,15 @@ def test_repeated_blocks_are_the_traced_ones(
     assert len(short.events) == sum(not isinstance(event, Reached) for event in exact.events)
 
 
-def test_repeated_blocks_are_the_traced_ones_where_weights_are_stepped_in_backward():
+@pytest.mark.parametrize(("max_norm", "recompute"), [(0, 6), (1.0, 0)])
+def test_repeated_blocks_are_the_traced_ones_where_weights_are_stepped_in_backward(max_norm, recompute):
     """Their states, too, which are there before the step begins; of the update, a number of its last moment is
     missing."""
-    plan, config = planned("llama", layers=6, precision="bf16-master", recompute=6)
-    plan = replace(plan, tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=0))))
-    repeated, traced = (
-        peaks_by_kind(trace_plan(plan, config, exact=exact)[0], on_cuda=True) for exact in (False, True)
-    )
+    plan, config = planned("llama", layers=6, precision="bf16-master", recompute=recompute)
+    plan = replace(plan, tuning=Full(update=InBackward(clip=ClipByNorm(max_norm=max_norm))))
+    (short, few), (exact, all_of_them) = (trace_plan(plan, config, exact=exact) for exact in (False, True))
+    assert few < all_of_them == 6
+    repeated, traced = (peaks_by_kind(trace, on_cuda=True) for trace in (short, exact))
     assert all(repeated[phase] == traced[phase] for phase in Phase if phase is not Phase.UPDATE)
 
 

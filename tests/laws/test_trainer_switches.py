@@ -24,6 +24,23 @@ from rehearse.tiny_configs import tensor_peak, tiny
 TOKENS, SIZES = (2, 64), {"hidden_size": 256, "intermediate_size": 640}
 
 
+@pytest.mark.parametrize(("caller_holds", "each"), [(True, 14), (False, 12)])
+def test_losses_of_transformers_hold_so_many_bytes_for_each_logit(caller_holds, each):
+    """16-bit logits, held by the caller (4.46 to 4.48, ForCausalLMLoss) or not (4.45, LlamaForCausalLM.forward); their
+    fp32 copy, its shifted copy, log-softmax."""
+    hidden_BTH = torch.randn(2, 129, 4, dtype=torch.bfloat16, requires_grad=True)
+    head_VH = torch.randn(1000, 4, dtype=torch.bfloat16)
+    labels_T = torch.randint(0, 1000, (2 * 128,))
+    with LiveTensors([hidden_BTH, head_VH, labels_T]) as live:
+        logits_BTV = hidden_BTH @ head_VH.T
+        held = logits_BTV if caller_holds else None
+        logits_BTV = logits_BTV.float()
+        shifted_BTV = logits_BTV[:, :-1].contiguous()
+        cross_entropy(shifted_BTV.view(-1, 1000), labels_T)
+    assert (held is None) != caller_holds
+    assert max(live.peaks.values()) == pytest.approx(each * 2 * 129 * 1000, rel=0.02)
+
+
 def test_a_chunk_of_logits_cast_to_fp32_and_back_by_hand():
     """Liger's loss in fms-acceleration: 2 + 4 for each logit of 64 tokens; V 600; beside them 2 hidden states of 64
     for each of the 252 tokens that have a next one."""

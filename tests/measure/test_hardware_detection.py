@@ -336,6 +336,7 @@ def test_cores_of_a_container(tmp_path):
         ("flags\t\t: fpu avx512f avx512_bf16 fma", True),
         ("flags\t\t: amx_bf16 amx_tile", True),
         ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
         ("model name\t: a bf16-less one", False),
     ],
 )

@@ -135,7 +135,7 @@ def test_the_text_says_what_is_taken_and_why_not_the_others(ranked):
     text = " ".join(ranked().text().split())
     for words in (
         "volta, 1 node: the whole job takes", "8 devices instead of 16, each with", "(no bf16",
-        "host_memory twice the node's device memory: volta, desk",
+        "node_network 100 Gbit/s: hopper", "host_memory twice the node's device memory: volta, desk",
     ):  # fmt: skip
         assert words in text
     data = ranked().data()
@@ -212,6 +212,10 @@ def test_fleet_files_that_cannot_be_used(tmp_path, text, words):
     [
         ("gpus: 8", "gpu is missing", "gpu: h100 (80GB lists cards of its size)"),
         ("gpu: h1000", "gpu = 'h1000'", "did you mean 'h100'? gpu: 24GB lists the cards of that size"),
+        ("gpu: v100", "gpu = 'v100'", "gpu: with one of: "),
+        ("gpu: 2xA100-80GB", "gpu = '2xA100-80GB'", "gpu: a100-80gb, gpus: 2"),
+        ("gpu: h100, price: -1", "price = -1", "price: 2.50"),
+        ("gpu: h100, kind: mesos", "kind = 'mesos': ", "kind: kuberay, kubernetes or slurm"),
         ("gpu: h100, prise: 3", "unknown key 'prise'; did you mean 'price'?", "settings are name, gpu, "),
         ("gpu: h100, gpus: 0", "gpus = 0: must be greater than 0", "gpus: 8 (in each node)"),
         ("gpu: h100, nodes: two", "nodes = 'two': expected a number, found 'two'", "nodes: 2"),

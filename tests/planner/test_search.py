@@ -72,15 +72,19 @@ def test_every_pin_is_kept():
         LLAMA_1B, "h100",
         "tuning: lora, precision: bf16, lora_r: 4, lora_alpha: 12, lora_dropout: 0.1, "
         "lora_target_modules: [q_proj, v_proj], micro_batch_size: 3, gradient_accumulation_steps: 5, seq_len: 777, "
-        "packing: true, optimizer: momentum, momentum: 0.8, learning_rate: 3e-5, gradient_checkpointing: 5, "
-        "loss: chunked, loss_chunk_tokens: 123, attn_implementation: sdpa, max_steps: 7, warmup_steps: 2, "
-        "max_grad_norm: 0.5, output_dir: somewhere, export: merged, seed: 1, lr_scheduler: linear, "
+        "packing: true, optimizer: momentum, momentum: 0.8, weight_decay: 0.2, learning_rate: 3e-5, "
+        "gradient_checkpointing: 5, loss: chunked, loss_chunk_tokens: 123, attn_implementation: sdpa, max_steps: 7, "
+        "warmup_steps: 2, max_grad_norm: 0.5, output_dir: somewhere, export: merged, seed: 1, lr_scheduler: linear, "
         "data: [a.jsonl#50], val_fraction: 0.1, eval_steps: 3, save_steps: 4, keep_checkpoints: 1, "
         "report_to: [tensorboard]",
     )  # fmt: skip
     batch, schedule, run = plan.batch, plan.schedule, plan.run
     assert plan.tuning == Lora(rank=4, alpha=12, dropout=0.1, targets=("q_proj", "v_proj"))
-    assert (plan.precision, plan.optimizer, plan.attention) == (Precision.BF16, Sgd(momentum=0.8), "sdpa")
+    assert (plan.precision, plan.optimizer, plan.attention) == (
+        Precision.BF16,
+        Sgd(momentum=0.8, weight_decay=0.2),
+        "sdpa",
+    )
     assert (batch.micro_batch_size, batch.accumulation, batch.seq_len, batch.packing) == (3, 5, 777, True)
     assert (plan.recompute.blocks, plan.loss) == (5, ChunkedLoss(chunk_tokens=123))
     assert (schedule.learning_rate, schedule.kind, schedule.max_grad_norm) == (3e-5, "linear", 0.5)

@@ -81,10 +81,10 @@ def test_lomo_is_its_own_optimizer_and_clips_by_value_unless_told():
 
 
 def test_eight_bit_states_dora_and_settings_of_adam_are_kept():
-    settings = "tuning: lora, dora: true, optim: adamw_bnb_8bit, adam_beta2: 0.95, adam_epsilon: 1e-6"
+    settings = "tuning: lora, dora: true, optim: adamw_bnb_8bit, adam_beta2: 0.95, adam_epsilon: 1e-6, weight_decay: 0.1"
     plan = plan_of(LLAMA_1B, "rtx-4090", settings)
     assert plan.tuning.dora
-    assert plan.optimizer == AdamW8bit(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.0)
+    assert plan.optimizer == AdamW8bit(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
 
 
 def test_what_is_divided_grows_with_the_need():
@@ -177,3 +177,5 @@ def test_qwen3_30b_qlora_is_planned_on_one_24_gb_card():
     assert lines_of(report, "note on experts: quantised, not adapted (lora_target_modules")
     [line] = lines_of(report, "experts: those of a block are made whole")
     assert "768.0 MiB at most" in line
+    in_16_bit = report_of("qwen3-30b-a3b", "h100", tuning="lora", seq_len=512)
+    assert lines_of(in_16_bit, "note on experts: not adapted (lora_target_modules")

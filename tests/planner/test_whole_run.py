@@ -51,6 +51,8 @@ def test_rows_that_cannot_be_used_are_said_with_what_becomes_of_them():
         "besides these, 1,201 rows read for this guess cannot be used (1,200 × not JSON, 1 × no answer): training "
         "stops at the first; on_bad_row: skip leaves such rows out"
     )
+    plan = replace(plan_of(), data=replace(plan_of().data, on_bad_row="skip"))
+    assert "(1 × not JSON): training leaves" in run_of(plan, 81, bad_rows={"not JSON": 1})[1][3]
 
 
 def test_devices_share_the_rows_and_each_costs_and_too_few_rows_are_one_step_of_fewer_micro_batches():

@@ -44,7 +44,7 @@ def test_a_recipe_of_a_megabyte_is_not_read(tmp_path):
         read_any_recipe(tmp_path / "recipe.yaml")
 
 
-_PATHS = ["output_dir", "model", "chat_template", "resume", "data"]
+_PATHS = ["output_dir", "model", "chat_template", "cache_dir", "nvme_path", "resume", "data", "eval_data"]
 
 
 @pytest.mark.parametrize("setting", _PATHS)

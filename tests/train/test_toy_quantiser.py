@@ -16,7 +16,7 @@ from fitune.values import serial
 from fitune.values.plan import Plan
 from fitune.values.quantisers import QUANTISERS, Quantiser
 from fitune.values.serial import from_json, to_json
-from laws import test_rehearsal_real_step
+from laws import test_memory_prediction, test_rehearsal_real_step
 from laws.test_memory_prediction import bench
 from runs import (
     stopped_and_resumed,
@@ -82,7 +82,10 @@ def test_a_recipe_names_it_and_its_plan_is_trained_saved_and_resumed_bit_for_bit
 
 def test_its_bytes_are_estimated_and_rehearsed_as_they_are_measured():
     plan = bench.plan_of(bench.small_model(), tuning="lora", precision="fp32", recompute=3, chunked=True)
-    test_rehearsal_real_step.check_all(replace(plan, tuning=replace(plan.tuning, base=Absmax())))
+    plan = replace(plan, tuning=replace(plan.tuning, base=Absmax()))
+    measured = test_memory_prediction.measured_peaks(plan)
+    test_memory_prediction.check(plan, measured)
+    test_rehearsal_real_step.check(plan, measured)
 
 
 def test_it_is_refused_by_its_widths_and_the_plans_without_it(make_plan):

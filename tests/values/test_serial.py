@@ -31,6 +31,7 @@ from fitune.values.plan import (
     Zero,
 )
 from fitune.values.predictions import MemoryBreakdown, Phase
+from fitune.values.reports import StepReport
 from fitune.values.serial import from_data, from_json, to_data, to_json
 from plans import gpu, known, plan_for
 
@@ -83,6 +84,13 @@ def test_a_plan_written_before_there_was_offload_and_all_that_came_later_still_r
         del data["tuning"][name]
     del full["tuning"]["update"]
     assert (from_data(Plan, data), from_data(Plan, full)) == (plan(), plan(tuning=Full()))
+    report = StepReport(
+        step=1, total_steps=2, epoch=0.5, loss=2.0, learning_rate=1e-4, grad_norm=1.0, tokens=8, supervised_tokens=4,
+        step_seconds=0.5, data_seconds=0.0, tokens_per_second=16.0, mfu=0.0,
+    )  # fmt: skip
+    step = to_data(report)
+    del step["eval_loss"], step["memory_bytes"]
+    assert from_data(StepReport, step) == report
 
 
 def test_the_phase_between_steps_is_read_by_its_earlier_name_too():

@@ -149,6 +149,8 @@ def _cluster(entry: Any, number: int, source: str) -> Cluster:
         require_meaningful(cluster.settings, cluster.kind)
     except FituneError as error:
         hint = (error.hint or "").removesuffix(BY_FIGURES).removesuffix("; ")  # no options in a file
+        for option, key in ((" --gpus ", ", gpus: "), ("--gpu ", "gpu: "), ("--on ", "kind: ")):
+            hint = hint.replace(option, key)
         message = error.message.replace("--on ", "with kind: ")
-        raise type(error)(f"{where}: {message}", hint=hint.replace("--on ", "kind: ") or None) from None
+        raise type(error)(f"{where}: {message}", hint=hint or None) from None
     return cluster.model_copy(update={"gpu": gpu.name})

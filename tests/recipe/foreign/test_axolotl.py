@@ -229,6 +229,7 @@ def test_off_empty_and_bookkeeping_keys_take_one_line():
     keys = {
         **PLAIN, "strict": False, "hub_strategy": "end", "load_best_model_at_end": True, "never_seen": None,
         "special_tokens": {}, "early_stopping_patience": 3,
+        "datasets": [{"path": "d", "type": "jeopardy"}],
     }  # fmt: skip
     notes = []
     read_keys(keys, on_note=notes.append)
@@ -237,6 +238,7 @@ def test_off_empty_and_bookkeeping_keys_take_one_line():
     said = " ".join(notes)
     assert "load_best_model_at_end: the weights of the last step" in said
     assert "early_stopping_patience: training goes on to its last step" in said
+    assert "of jeopardy without the category and the words what is" in said
 
 
 def test_sharding_is_left_to_the_plan_on_one_device():

@@ -92,6 +92,7 @@ def test_names_of_a_registry_that_is_not_here_are_said_and_the_plan_goes_on():
         ("bf16: true, finetuning_type: full", "precision", "bf16-master"),
         ("pure_bf16: true, finetuning_type: full", "precision", "bf16"),
         ("quantization_bit: 4", "quantization", "nf4"),
+        ("quantization_method: bnb, double_quantization: true", "tuning", "lora"),
         ("quantization_bit: 8", "quantization_bits", 8),
         ("quantization_bit: 4, double_quantization: false", "double_quantization", False),
         ("neat_packing: true", "packing", True),

@@ -60,6 +60,7 @@ def test_its_defaults_are_not_fitunes():
         ("clip_grad_norm: 1.0", "max_grad_norm", 1.0),
         ("metric_logger: {_component_: a.metric_logging.WandBLogger, project: p}", "report_to", ["wandb"]),
         ("metric_logger: {_component_: a.metric_logging.DiskLogger}", "report_to", []),
+        ("metric_logger: {_component_: a.WandBLogger, mode: disabled}", "report_to", []),
         ("metric_logger: {_component_: a.WandBLogger, mode: offline, job_type: j}", "track_offline", True),
         ("metric_logger: {_component_: a.WandBLogger, name: first}", "run_name", "first"),
         ("max_steps_per_epoch: 50, epochs: 2", "max_steps", 100),

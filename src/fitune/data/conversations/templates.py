@@ -92,11 +92,19 @@ def load_template(tokenizer: Any, path: str = "", *, date: str = "") -> "ChatTem
 
 
 class TokenizerFailed(DataError):
-    """The tokenizer raised an error, or panicked, on some text, or made a special token of it."""
+    """The tokenizer raised an error, or panicked, on some text."""
+
+    reason = "the tokenizer fails"
 
     def of_row(self, where: str) -> BadRow:
         """Returns the error as one of the row at ``where``, so that other rows go on."""
-        return BadRow(f"{where}: {self.message}", reason="the tokenizer fails", hint=self.hint)
+        return BadRow(f"{where}: {self.message}", reason=self.reason, hint=self.hint)
+
+
+class SpecialTokenInText(TokenizerFailed):
+    """The tokenizer makes a special token of plain text."""
+
+    reason = "a special token in its text"
 
 
 class ChatTemplate:
@@ -284,7 +292,7 @@ class PieceEncoder:
                 encoded[place] = self._encode([piece.text], plain=plain)[0]
             if plain and not self.special_ids.isdisjoint(encoded[place]):
                 special = self._tokenizer.decode([id for id in encoded[place] if id in self.special_ids][:1])
-                raise TokenizerFailed(
+                raise SpecialTokenInText(
                     f"the tokenizer makes its special token {special!r} of text",
                     hint="write that text otherwise in the row",
                 )
