@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from faults.adapters import Payload
 from fitune.errors import ModelError
 from fitune.models.low_bit.quantised import count_weights, elements
-from fitune.models.tokens import load_tokenizer
+from fitune.models.tokens import load_tokenizer, require_rows
 from fitune.values.plan import Dense, Nf4
 from models.tiny_models import load, tiny_model
 
@@ -68,6 +68,12 @@ def test_a_damaged_tokenizer(folder, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
         load_tokenizer(str(folder))
+
+
+def test_the_first_id_without_a_row_is_refused():
+    require_rows("model", largest_id=9, rows=10)
+    with pytest.raises(ModelError, match="ids up to 10, and the embedding has 10 rows"):
+        require_rows("model", largest_id=10, rows=10)
 
 
 def test_a_largest_length_that_is_no_number_is_named(model_folder, tmp_path):
