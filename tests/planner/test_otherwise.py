@@ -42,12 +42,15 @@ def test_nothing_is_offered_that_was_asked_for_otherwise_or_gains_little():
 
 def test_machines_that_slow_each_other_down_are_said_with_the_speed_of_one():
     two = gpu("h100", gpus=8, nodes=2, internode_bandwidth=10e9 / 8)
-    [note] = lines_of(full_on(two), "note on nodes:")
+    slow = full_on(two)
+    assert lines_of(slow, "node_network: 10 Gbit/s between nodes, assumed")
+    [note] = lines_of(slow, "note on nodes:")
     alone = full_on(gpu("h100", gpus=8)).chosen.estimate
     assert format_rate(alone.tokens_per_second) in note
     assert "10 Gbit/s" in note
     fast = replace(two, internode_bandwidth=400e9)
-    assert not lines_of(full_on(fast, "global_batch_size: 256"), "note on nodes:")
+    named = full_on(fast, "global_batch_size: 256, node_network: 400GB/s")
+    assert not lines_of(named, ("note on nodes:", "node_network:"))
 
 
 def test_what_is_faster_is_so_on_the_devices_of_the_plan():
