@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import pytest
 
@@ -43,12 +44,9 @@ def prepare(tmp_path, *lines, seq_len=64, template=None, **settings):
 # 10: nothing to train on
 
 
-def test_an_empty_file_is_an_error(tmp_path):
+def test_no_row_left_is_an_error_that_says_why(tmp_path):
     with pytest.raises(DataError, match=r"no rows to train on: .*rows.jsonl gave none"):
         prepare(tmp_path)
-
-
-def test_no_row_left_is_an_error_that_says_why(tmp_path):
     long = {"prompt": "why? " * 90, "completion": "so"}
     lines = [long, long, b"{bad}\n", {"prompt": "hi", "completion": ""}]
     with pytest.raises(DataError) as caught:
@@ -56,26 +54,22 @@ def test_no_row_left_is_an_error_that_says_why(tmp_path):
     assert "gave 4, and all were dropped" in caught.value.message
     assert "2 no answer left after truncation, 1 empty field, 1 not JSON" in caught.value.message
     assert "raise seq_len" in caught.value.hint
-
-
-def test_rows_that_are_not_utf8_are_not_said_to_be_too_long(tmp_path):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="not UTF-8") as caught:
         prepare(tmp_path, b'{"prompt": "caf\xe9"}\n', on_bad_row="skip")
-    assert caught.value.hint == "save the text as UTF-8: iconv -f latin1 -t utf-8 OLD > NEW"
+    assert "iconv" in caught.value.hint, "and not that rows are too long"
 
 
-def test_an_empty_evaluation_set_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="no rows to evaluate") as caught:
-        prepare(tmp_path, GOOD, val_fraction=0.0001)
-    assert "val_fraction" in caught.value.hint
-    (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"no rows to evaluate: .*none.jsonl gave none"):
-        prepare(tmp_path, GOOD, eval_sources=(DataSource(path=str(tmp_path / "none.jsonl")),))
-
-
-def test_two_ways_of_holding_out_are_refused(tmp_path):
-    with pytest.raises(DataError, match="both eval_data and val_fraction"):
-        prepare(tmp_path, GOOD, val_fraction=0.1, eval_sources=(DataSource(path="x"),))
+def test_an_evaluation_set_that_is_empty_or_named_twice_is_an_error(tmp_path):
+    none = tmp_path / "none.jsonl"
+    none.write_text("")
+    for settings, said in (
+        ({"val_fraction": 0.0001}, "no rows to evaluate.*val_fraction"),
+        ({"eval_sources": (DataSource(path=str(none)),)}, "no rows to evaluate: .*none.jsonl gave none"),
+        ({"eval_sources": (DataSource(path="x"),), "val_fraction": 0.1}, "both eval_data and val_fraction"),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare(tmp_path, GOOD, **settings)
+        assert re.search(said, str(caught.value), re.DOTALL)
 
 
 # 11: broken files
@@ -99,10 +93,6 @@ def test_a_broken_line_is_named_or_counted(tmp_path, case):
     with pytest.raises(DataError) as caught:
         read(file)
     assert caught.value.message.startswith(f"{file}:3: {cause}")
-    with pytest.raises(DataError) as stopped:
-        prepare(tmp_path, GOOD + GOOD + line)
-    assert stopped.value.message == caught.value.message
-    assert "on_bad_row: skip" in stopped.value.hint
     rows, counted = read(file, on_bad_row="skip")
     assert counted == [reason]
     assert len(rows) == (GOOD + GOOD + line).count(GOOD)
@@ -133,10 +123,12 @@ def test_a_file_that_is_broken_as_a_whole_is_an_error_even_when_skipping(tmp_pat
         read(tmp_path / name, on_bad_row="skip")
 
 
-def test_broken_rows_are_in_the_ledger(tmp_path):
-    prepared = prepare(
-        tmp_path, GOOD, b"{bad}\n", {"prompt": "hi", "completion": None}, GOOD, on_bad_row="skip"
-    )
+def test_broken_rows_stop_a_run_or_are_in_its_ledger(tmp_path):
+    lines = (GOOD, b"{bad}\n", {"prompt": "hi", "completion": None}, GOOD)
+    with pytest.raises(DataError, match="rows.jsonl:2: not JSON") as stopped:
+        prepare(tmp_path, *lines)
+    assert "on_bad_row: skip" in stopped.value.hint
+    prepared = prepare(tmp_path, *lines, on_bad_row="skip")
     assert prepared.train_ledger.dropped == {"not JSON": 1, "null field": 1}
     assert (prepared.train_ledger.rows_read, prepared.train_ledger.rows_kept) == (4, 2)
 
@@ -150,7 +142,6 @@ BAD_ROWS = {
     "empty answer": ("question_answer", {"question": "hi", "answer": " \n"}, "'answer' is empty"),
     "no list": ("messages", {"messages": "hi"}, "'messages' is not a list of messages: 'hi'"),
     "no message": ("messages", {"messages": ["hi"]}, r"'messages\[0\]' is not a message: 'hi'"),
-    "no messages": ("messages", {"messages": []}, "'messages' does not end with an answer"),
     "role": (
         "messages",
         {"messages": [{"role": "usr", "content": "hi"}]},
@@ -165,11 +156,6 @@ BAD_ROWS = {
         "messages",
         {"messages": [{"role": "assistant", "content": "yo"}]},
         "message 1 is from assistant, expected user",
-    ),
-    "twice": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]},
-        "message 2 is from user, expected assistant",
     ),
     "history": (
         "alpaca",
@@ -276,16 +262,12 @@ def test_a_template_that_does_not_work_is_refused_at_once(template, cause):
         load_template(byte_tokenizer(template=template))
 
 
-def test_a_template_that_does_not_exist_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="chat_template 'llama3' cannot be read: No such file") as caught:
-        load_template(byte_tokenizer(), "llama3")
-    assert "Jinja file" in caught.value.hint
+def test_a_template_or_an_end_that_does_not_exist_is_an_error(tmp_path):
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="cannot be read"):
-        load_template(byte_tokenizer(), str(tmp_path / "binary.jinja"))
-
-
-def test_a_tokenizer_without_eos_is_refused():
+    for name in ("llama3", str(tmp_path / "binary.jinja")):
+        with pytest.raises(DataError, match=f"chat_template {name!r} cannot be read") as caught:
+            load_template(byte_tokenizer(), name)
+        assert "Jinja file" in caught.value.hint
     with pytest.raises(DataError, match="no EOS token"):
         load_template(byte_tokenizer(eos_token=None))
 
@@ -293,31 +275,26 @@ def test_a_tokenizer_without_eos_is_refused():
 @pytest.mark.parametrize(
     ("template", "cause", "reason"),
     [
-        (
-            NO_SYSTEM_STYLE,
-            "does not support a system message",
-            "system message not supported by the template",
-        ),
-        (BRACKET_STYLE, "leaves out the system message 'be kind'", "system message left out by the template"),
+        (NO_SYSTEM_STYLE, "does not support a system message", "not supported by the template"),
+        (BRACKET_STYLE, "leaves out the system message 'be kind'", "left out by the template"),
     ],
 )
 def test_a_system_message_the_template_has_no_place_for_is_named_or_counted(
     tmp_path, template, cause, reason
 ):
-    row = {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]}
-    row["messages"].append({"role": "assistant", "content": "b"})
-    plain = {"messages": row["messages"][1:]}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = {"messages": messages}, {"messages": [{"role": "system", "content": "be kind"}, *messages]}
     with pytest.raises(DataError, match=f"rows.jsonl:2: .*{cause}"):
-        prepare(tmp_path, plain, row, template=template)
-    prepared = prepare(tmp_path, plain, row, template=template, on_bad_row="skip")
-    assert prepared.train_ledger.dropped == {reason: 1}
+        prepare(tmp_path, *rows, template=template)
+    prepared = prepare(tmp_path, *rows, template=template, on_bad_row="skip")
+    assert prepared.train_ledger.dropped == {f"system message {reason}": 1}
     assert len(prepared.train) == 1
 
 
 # 23 and 28: what is not opened
 
 
-@pytest.mark.parametrize("suffix", ["pkl", "pt", "bin"])
+@pytest.mark.parametrize("suffix", ["pkl", "bin"])
 def test_pickled_data_is_refused_and_not_run(tmp_path, suffix):
     file = tmp_path / f"rows.{suffix}"
     file.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
@@ -332,7 +309,6 @@ def test_pickled_data_is_refused_and_not_run(tmp_path, suffix):
     ("url", "why"),
     [
         ("http://10.0.0.1/a.jsonl", "opened only when that is allowed"),
-        ("https://x.org/a.jsonl", "opened only when that is allowed"),
         ("file:///etc/passwd", "not a data file"),
         ("s3::http://x/a.jsonl", "addresses are not opened"),
         ("ssh://x/a.jsonl", "ssh:// addresses are not opened"),
@@ -344,22 +320,14 @@ def test_addresses_that_are_not_opened(url, why):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("path", ["nothing.jsonl", "no/such/folder", "./no/folder", "rows.html"])
+@pytest.mark.parametrize("path", ["nothing.jsonl", "no/such/folder", "./no/folder"])
 def test_a_path_to_nothing_is_an_error(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.html").write_text("hi")
-    with pytest.raises(DataError, match="no such file or folder|not a data file"):
+    with pytest.raises(DataError, match="no such file or folder"):
         read(path)
 
 
-@pytest.mark.parametrize("count", ["0", "many", "²", "9" * 5000], ids=lambda count: count[:9])
-def test_a_sample_of_no_number_is_refused(tmp_path, count):
-    (tmp_path / "rows.jsonl").write_bytes(GOOD)
-    with pytest.raises(DataError, match="is not a number of rows"):
-        read(f"{tmp_path / 'rows.jsonl'}#{count}")
-
-
-def test_a_hub_that_does_not_answer_is_an_error(monkeypatch):
+def test_a_hub_that_does_not_answer_and_a_sample_of_no_number_are_errors(tmp_path, monkeypatch):
     import datasets
 
     def fail(*_args, **_kwargs):
@@ -368,18 +336,13 @@ def test_a_hub_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DataError, match="owner/name: no such file here, .*: cannot reach the Hub"):
         read("owner/name")
+    (tmp_path / "rows.jsonl").write_bytes(GOOD)
+    for count in ("0", "²", "9" * 5000):
+        with pytest.raises(DataError, match="is not a number of rows"):
+            read(f"{tmp_path / 'rows.jsonl'}#{count}")
 
 
 # damaged files
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-@pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"PAR1" + bytes(100) + b"PAR1"])
-def test_damaged_files_are_errors_that_name_them(tmp_path, suffix, content):
-    file = tmp_path / f"rows.{suffix}"
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"rows.{suffix}: "):
-        read(file)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -396,6 +359,10 @@ def test_no_wrong_byte_ends_the_process_or_raises_anything_else(tmp_path, suffix
         with pyarrow.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
     good, refused = file.read_bytes(), 0
+    for content in (b"", b"PAR1" + bytes(100) + b"PAR1"):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=rf"rows.{suffix}: "):
+            read(file)
     for place in range(4, len(good), max(1, len(good) // 200)):
         file.write_bytes(good[:place] + bytes([good[place] ^ 0xFF]) + good[place + 1 :])
         try:
@@ -405,8 +372,7 @@ def test_no_wrong_byte_ends_the_process_or_raises_anything_else(tmp_path, suffix
     assert refused > 20
 
 
-@pytest.mark.parametrize("levels", [70, 900, 100_000])
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize(("suffix", "levels"), [("jsonl", 900), ("json", 70), ("json", 100_000)])
 def test_a_row_nested_deeply_is_named_or_counted(tmp_path, levels, suffix):
     deep = '{"prompt": ' + '[{"a":' * (levels // 2) + "1" + "}]" * (levels // 2) + ', "completion": "x"}'
     file = tmp_path / f"rows.{suffix}"
@@ -414,7 +380,6 @@ def test_a_row_nested_deeply_is_named_or_counted(tmp_path, levels, suffix):
     file.write_text(f"{good}\n{deep}\n{good}\n" if suffix == "jsonl" else f"[{good}, {deep}, {good}]")
     with pytest.raises(DataError, match=r"nested"):
         read(file)
-    if suffix == "jsonl" or levels < 500:
+    if levels < 100_000:  # such a file is no JSON as a whole
         rows, counted = read(file, on_bad_row="skip")
-        assert len(rows) == 2
-        assert len(counted) == 1
+        assert (len(rows), len(counted)) == (2, 1)
