@@ -130,7 +130,8 @@ def plan(
         if picture is not None:
             draw_ranking(ranking, picture)
         return
-    recipe = _recipe(words, [*(settings or []), *([f"objective={objective}"] if objective else [])])
+    settings = [*(settings or []), *([f"objective={objective}"] if objective else [])]
+    recipe = _recipe(words, settings)
     if why or largest:
         from fitune.session.alternatives import largest_for, plan_with
 
@@ -138,9 +139,7 @@ def plan(
     elif details or json:
         _show(plan_on_data(recipe), json=json)
     else:
-        _print_screen(
-            recipe, [*(words or []), *(part for one in settings or [] for part in ("--set", one))], html
-        )
+        _print_screen(recipe, [*(words or []), *(part for one in settings for part in ("--set", one))], html)
 
 
 @app.command()

@@ -15,7 +15,8 @@ from fitune.errors import RecipeError
 _PREDICTING = ("fleet", "plan")
 BESIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "plan": {
-        "why": ("fleet", "largest"), "largest": ("fleet",), "html": ("fleet", "why", "largest", "details", "json"),
+        "why": ("fleet", "largest"), "largest": ("fleet",), "details": ("fleet", "why", "largest"),
+        "html": ("fleet", "why", "largest", "details", "json"),
     },
     "launch": {
         "configuration": ("fleet", "on"), "show": ("fleet", "on", "configuration"),
