@@ -39,15 +39,12 @@ def test_every_log_every_th_step_has_a_line_and_the_first_and_the_last(make_step
 
 
 def test_an_evaluated_and_a_skipped_step_are_never_left_out(make_step):
-    changes = ({}, {"eval_loss": 2.5}, {"skipped": True, "loss_scale": 32768.0}, {})
+    changes = ({}, {"eval_loss": 2.5}, {"skipped": True, "loss_scale": 32768.0, "loss": math.nan}, {})
     reports = [make_step(number, **changed) for number, changed in enumerate(changes, 1)]
     _, evaluated, skipped = lines_of(reports, log_every=100)
     assert "eval 2.500" in evaluated
+    assert "loss nan  " in skipped
     assert "skipped, loss scale 32768" in skipped
-
-
-def test_a_loss_that_is_not_finite_is_shown(make_step):
-    assert "loss nan  " in lines_of([make_step(1, loss=math.nan, grad_norm=math.inf)])[0]
 
 
 def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step):
@@ -56,15 +53,14 @@ def test_the_highest_peak_stays_when_a_step_was_not_measured(make_step):
     assert "MiB" not in lines_of([make_step(1, memory_bytes={})])[0]
 
 
-def test_the_time_left_leaves_the_first_step_out(make_step):
-    steps = [make_step(step, total_steps=205, step_seconds=2.0, data_seconds=0.5) for step in range(2, 6)]
+def test_the_time_left_leaves_the_first_step_out_and_ends_with_the_last(make_step):
+    steps = [
+        make_step(step, total_steps=205, step_seconds=2.0, data_seconds=0.5) for step in (2, 3, 4, 5, 205)
+    ]
     lines = lines_of([make_step(1, total_steps=205, step_seconds=60.0, data_seconds=0.0), *steps])
     assert lines[0].endswith("3 h 24 min left")
-    assert lines[-1].endswith("8 min 20 s left")
-
-
-def test_the_last_line_has_no_time_left(make_step):
-    assert " left" not in lines_of([make_step(1, total_steps=1)])[0]
+    assert lines[-2].endswith("8 min 20 s left")
+    assert " left" not in lines[-1]
 
 
 def test_a_terminal_gets_a_bar_and_is_given_back_when_training_fails(make_step):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,6 @@ from fitune.data import cache
 from fitune.data.preparing import prepare_data
 from fitune.values.plan import DataPlan, DataSource
 from jsonl import write_lines
-
-FILES = [f"{part}/{name}" for part in ("train", "eval") for name in ("ids", "supervised", "offsets")]
 
 
 @pytest.fixture
@@ -36,77 +35,62 @@ def prepare(tmp_path):
     return run
 
 
-def the_entry(tmp_path):
-    (entry,) = (tmp_path / "cache" / "tokens").iterdir()
-    return entry
-
-
-@pytest.mark.parametrize("name", [*FILES, "train/places", "manifest.json"])
-def test_a_flipped_bit_is_seen_and_the_entry_is_made_again(tmp_path, prepare, name):
-    first, notes = prepare()
-    assert notes == []
-    file = the_entry(tmp_path) / name
+def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    again, notes = prepare()
-    assert len(notes) == 1
-    assert "is damaged" in notes[0]
-    assert notes[0].endswith("it is made again")
-    assert (again.train.fingerprint, again.eval.fingerprint) == (
-        first.train.fingerprint,
-        first.eval.fingerprint,
-    )
-    assert (again.train_ledger, again.eval_examples) == (first.train_ledger, first.eval_examples)
-    assert prepare()[1] == []
+
+
+def link(file):
+    """To where the right content lies, and must go on to lie."""
+    file.symlink_to(file.rename(file.parents[3] / "elsewhere"))
+
+
+def make_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def changed(change):
+    """The manifest with another content."""
+
+    def damage(file):
+        sealed = json.loads(file.read_text())
+        change(sealed)
+        file.write_text(json.dumps(sealed))
+
+    return damage
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "damage"),
     [
-        lambda sealed: sealed["content"]["train_ledger"].update(rows_read=7),
-        lambda sealed: sealed["content"]["train_facts"].update(fingerprint="0" * 32),
-        lambda sealed: sealed["files"].pop("train/ids"),
-        lambda sealed: sealed.pop("hash"),
-        lambda sealed: sealed.update(content=[]),
+        ("train/ids", flip),
+        ("eval/supervised", flip),
+        ("train/places", flip),
+        ("train/ids", Path.unlink),
+        ("train/ids", link),
+        ("train/ids", make_folder),
+        ("eval/places", Path.touch),  # one of this name would say which rows are trained, and how often
+        ("manifest.json", flip),
+        ("manifest.json", changed(lambda sealed: sealed["content"]["train_ledger"].update(rows_read=7))),
+        ("manifest.json", changed(lambda sealed: sealed["files"].pop("train/ids"))),
+        ("manifest.json", changed(lambda sealed: sealed.pop("hash"))),
     ],
 )
-def test_a_changed_manifest_is_seen(tmp_path, prepare, change):
-    first, _ = prepare()
-    file = the_entry(tmp_path) / "manifest.json"
-    sealed = json.loads(file.read_text())
-    change(sealed)
-    file.write_text(json.dumps(sealed))
-    again, notes = prepare()
-    assert len(notes) == 1
-    assert again.train_ledger == first.train_ledger
-    assert again.train.fingerprint == first.train.fingerprint
-
-
-@pytest.mark.parametrize("instead", ["link", "pipe", "folder", "nothing"])
-def test_what_stands_in_the_place_of_a_file_is_not_followed(tmp_path, prepare, instead):
-    prepare()
-    file = the_entry(tmp_path) / "train" / "ids"
-    elsewhere = tmp_path / "elsewhere"
-    file.rename(elsewhere)
-    if instead == "link":
-        file.symlink_to(elsewhere)
-    elif instead == "pipe":
-        os.mkfifo(file)
-    elif instead == "folder":
-        file.mkdir()
-    assert len(prepare()[1]) == 1
-    assert elsewhere.exists()
+def test_a_damaged_entry_is_seen_and_made_again(tmp_path, prepare, name, damage):
+    first, notes = prepare()
+    assert notes == []
+    (entry,) = (tmp_path / "cache" / "tokens").iterdir()
+    damage(entry / name)
+    again, (note,) = prepare()
+    assert "is damaged" in note
+    assert note.endswith("it is made again")
+    for part in ("train", "eval"):
+        assert getattr(again, part).fingerprint == getattr(first, part).fingerprint
+    assert (again.train_ledger, again.eval_examples) == (first.train_ledger, first.eval_examples)
+    assert damage is not link or (tmp_path / "cache" / "elsewhere").is_file()
     assert prepare()[1] == []
-
-
-def test_an_added_file_is_seen(tmp_path, prepare):
-    """One of this name would say which rows are trained, and how often."""
-    first, _ = prepare()
-    (the_entry(tmp_path) / "eval" / "places").write_bytes(bytes(8))
-    again, notes = prepare()
-    assert len(notes) == 1
-    assert again.eval.fingerprint == first.eval.fingerprint
 
 
 def test_what_killed_makers_left_is_removed(tmp_path, prepare):
