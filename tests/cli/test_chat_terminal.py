@@ -1,4 +1,4 @@
-"""``fitune chat`` as people have it: keys on a terminal, lines through a pipe."""
+"""``fitune chat`` on a terminal: a person presses keys."""
 
 import fcntl
 import json
@@ -95,15 +95,3 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(endless):
     assert person.ended() == 0
     assert person.seen.endswith(b"> \r\n")
     assert b"Traceback" not in person.seen
-
-
-def test_lines_of_a_pipe_are_answered(model_folder):
-    words = [*CHAT, str(model_folder), str(model_folder), "--max-new-tokens", "8", "--json"]
-    lines = f"What is 2 plus 3?\n\n{'plus ' * 400}\n"
-    done = subprocess.run(words, input=lines, capture_output=True, text=True, timeout=300, check=False)
-    first, second, error = [part for part in done.stdout.replace("\n{\n", "\n\x00{\n").split("\n", 2)]
-    answers = json.loads(first)["answers"]
-    assert answers[0]["text"] == answers[1]["text"] != ""
-    assert "not asked" in json.loads(second)["answers"][0]["error"]
-    assert json.loads(error.strip("\x00"))["error"]["message"] == "questions without an answer: 1"
-    assert done.returncode == 1

@@ -10,7 +10,6 @@ import errno
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,14 +30,13 @@ def raise_data_error():
     raise DataError("row 7 of the test cannot be read", hint="another row")
 
 
-def fill_disk():
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/shard")
-
-
 def fill_disk_of_save():
     """From now on no file of a checkpoint can be written, and this rank is slow to leave its group: the agent stops
     it before it ends."""
     import torch.distributed as dist
+
+    def fill_disk():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/shard")
 
     in_next_save(fill_disk)
     leave = dist.destroy_process_group
@@ -67,24 +65,12 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crash():
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 def hang():
     time.sleep(3600)
 
 
 def freeze():
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def pause():
-    """Be stopped for four seconds, as by a full disk or a machine that swaps."""
-    own = os.getpid()
-    is_stopped = f"grep -q '^State:.T' /proc/{own}/status"
-    subprocess.Popen(["sh", "-c", f"until {is_stopped}; do sleep 0.05; done; sleep 4; kill -CONT {own}"])
-    os.kill(own, signal.SIGSTOP)
 
 
 def lack_a_module():
@@ -132,8 +118,7 @@ def _heard(go, rank):
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
-        raise_value_error, raise_data_error, fill_disk, fill_disk_of_save, kill_in_save, kill, crash, hang,
-        freeze, pause, lack_a_module, wait,
+        raise_value_error, raise_data_error, fill_disk_of_save, kill_in_save, kill, hang, freeze, lack_a_module, wait,
     )
 }  # fmt: skip
 

@@ -29,35 +29,15 @@ def commit_of(name):
     return Commit(step=1, line=(), parent=None, eval_loss=None, files=files)
 
 
-def test_plain_names_are_inside():
-    for name in ("state.json", "model-rank3.safetensors"):
-        assert name in commit_of(name).files
-
-
 @pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "a/../../x",
-        "..",
-        "a/..",
-        "/etc/x",
-        "//x",
-        "C:/x",
-        "a\\..\\x",
-        "",
-        ".",
-        "a\0b",
-        "a/b.json",
-        ".x",
-    ],
+    "name", ["../x", "a/../../x", "..", "/etc/x", "C:/x", "a\\..\\x", "", ".", "a\0b", "a/b.json", ".x"]
 )
 def test_names_that_leave_are_refused(name):
     with pytest.raises(ValueError, match="no file inside its folder"):
         commit_of(name)
 
 
-@pytest.mark.parametrize("target", ["/etc/hostname", "step-1.log", "nowhere"])
+@pytest.mark.parametrize("target", ["/etc/hostname", "step-1.log"])
 def test_symbolic_links_are_refused_wherever_they_lead(tmp_path, target):
     (tmp_path / "step-1.log").write_text("")
     path = tmp_path / "step-1"
@@ -81,26 +61,21 @@ def test_the_directory_is_made_and_its_lock_names_the_owner(tmp_path):
 
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "run").write_text("precious")
-    with pytest.raises(RunDirectoryError, match="is a file"), lock_directory(tmp_path / "run"):
-        pass
-    with (
-        pytest.raises(RunDirectoryError, match="cannot be written"),
-        lock_directory(tmp_path / "run/below"),
-    ):
-        pass
+    for name, said in (("run", "is a file"), ("run/below", "cannot be written")):
+        with pytest.raises(RunDirectoryError, match=said), lock_directory(tmp_path / name):
+            pass
     assert (tmp_path / "run").read_text() == "precious"
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_an_unwritable_directory_is_refused(tmp_path, monkeypatch, code):
+def test_an_unwritable_directory_is_refused(tmp_path, monkeypatch):
     """Injected, since nothing is unwritable for root."""
 
     def refuse(*_, **__):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", refuse)
     with (
-        pytest.raises(RunDirectoryError, match=f"cannot be written: {os.strerror(code)}"),
+        pytest.raises(RunDirectoryError, match=f"cannot be written: {os.strerror(errno.EROFS)}"),
         lock_directory(tmp_path),
     ):
         pass
@@ -118,13 +93,6 @@ def test_a_second_run_in_this_process_is_refused_and_the_first_keeps_its_lock(tm
     assert try_elsewhere(tmp_path) == "owned"
 
 
-def test_a_failed_run_gives_its_lock_up(tmp_path):
-    with pytest.raises(ZeroDivisionError), lock_directory(tmp_path):
-        1 / 0  # noqa: B018
-    with lock_directory(tmp_path):
-        pass
-
-
 def test_a_refused_run_leaves_no_lock_in_a_folder_of_others(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/adapter_config.json").write_text("{}")
@@ -134,7 +102,7 @@ def test_a_refused_run_leaves_no_lock_in_a_folder_of_others(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["adapter_config.json", "theirs"]
 
 
-def test_a_run_that_wrote_something_keeps_its_lock_when_it_fails(tmp_path):
+def test_a_run_that_wrote_something_and_fails_gives_its_lock_up_and_leaves_the_file(tmp_path):
     def fail():
         (tmp_path / "run/plan.json").write_text("{}")
         raise ZeroDivisionError
@@ -142,6 +110,8 @@ def test_a_run_that_wrote_something_keeps_its_lock_when_it_fails(tmp_path):
     with pytest.raises(ZeroDivisionError), lock_directory(tmp_path / "run"):
         fail()
     assert (tmp_path / "run/run.lock").read_text() == ""
+    with lock_directory(tmp_path / "run"):
+        pass
 
 
 def test_a_lock_that_was_removed_before_it_was_got_is_made_anew(tmp_path, monkeypatch):

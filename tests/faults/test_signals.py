@@ -2,46 +2,19 @@
 signal's own, whatever the program was doing."""
 
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from faults import stopped_programs
-from faults.faulty_ranks import until_ready
 from fitune.models.language_model import LanguageModel
 from fitune.session.signals import EXIT_CODES, StopRequest
 from fitune.values.rank_status import LAUNCHER
-from runs import report_of, set_words
+from runs import report_of
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-slow, weekly = pytest.mark.slow, pytest.mark.weekly
-
-
-@pytest.fixture
-def program(settings):
-    """The command line in a process of its own that waits in a function."""
-
-    def begin(target, *words, call=1):
-        if words[0] == "train":
-            three = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_steps": 1}
-            words = (*words, *set_words(settings | three))
-        started = subprocess.Popen(
-            [sys.executable, stopped_programs.__file__, target, str(call), *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        until_ready(started)
-        return started
-
-    return begin
-
-
-def _end(started):
-    out, err = started.communicate(timeout=300)
-    assert "Traceback" not in out + err
-    return started.returncode, out + err
-
 
 _STOPPED_WHILE_IMPORTING = """
 import signal, sys
@@ -65,7 +38,7 @@ def test_a_ctrl_c_before_the_commands_are_there_ends_without_a_traceback():
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [((TERM,), 143), ((INT,), 130), ((TERM, TERM), 143), ((INT, TERM), 143), ((TERM, INT), 130)],
+    [((TERM,), 143), ((INT, TERM), 143), ((TERM, INT), 130)],
 )
 def test_one_signal_lets_the_step_be_finished_and_the_second_stops_at_once(
     train, tmp_path, monkeypatch, signals, code
@@ -98,72 +71,59 @@ def test_one_signal_lets_the_step_be_finished_and_the_second_stops_at_once(
     assert report_of(tmp_path / "run").status == "interrupted"
 
 
-@slow
-def test_the_second_signal_ends_the_program_with_its_own_code(program, tmp_path):
-    started = program("fitune.models.language_model.LanguageModel.loss_and_gradient", "train", call=2)
-    assert started.stderr is not None
-    started.send_signal(TERM)
-    while "stopping after this step" not in (line := started.stderr.readline()):
-        assert line, "it ended and did not say that it stops"
-    started.send_signal(INT)
-    assert _end(started)[0] == 130
-    assert report_of(tmp_path / "run").status == "interrupted"
+@pytest.fixture
+def stopped_in(monkeypatch):
+    """Let a function be stopped by a signal as soon as it is called."""
+
+    def stop(target, number):
+        owner, _, name = target.rpartition(".")
+
+        def stopped(*words, **named):
+            signal.raise_signal(number)
+            pytest.fail("the handler raises")
+
+        monkeypatch.setattr(pkgutil.resolve_name(owner), name, stopped)
+
+    return stop
 
 
 @pytest.mark.parametrize(
-    ("target", "number"),
+    ("target", "number", "code"),
     [
-        pytest.param("fitune.train.run.prepare_data", TERM, id="tokenising", marks=slow),
-        pytest.param(
-            "fitune.data.conversations.templates.PieceEncoder.encode", INT, id="encoding", marks=weekly
-        ),
-        pytest.param("fitune.data.loader.pack_rows", TERM, id="packing", marks=weekly),
-        pytest.param("fitune.data.loader.Loader.epoch", INT, id="loader", marks=slow),
-        pytest.param("fitune.train.run.prepare", TERM, id="loading", marks=weekly),
-        pytest.param("fitune.session.train.beginning.plan_to_train", INT, id="planning", marks=slow),
+        ("fitune.train.run.prepare_data", TERM, 143),
+        ("fitune.data.loader.Loader.epoch", INT, 130),
+        ("fitune.train.run.prepare", TERM, 143),
+        ("fitune.session.train.beginning.plan_to_train", INT, 130),
     ],
+    ids=["tokenising", "loader", "loading", "planning"],
 )
-def test_before_the_first_step_one_signal_stops(program, target, number):
-    started = program(target, "train", "--set", "packing=true")
-    started.send_signal(number)
-    assert _end(started)[0] == {TERM: 143, INT: 130}[number]
+def test_before_the_first_step_one_signal_stops(train, stopped_in, target, number, code):
+    stopped_in(target, number)
+    train(packing=True).ends(code)
 
 
-@slow
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("fitune.score.engines.opening.load_model", ("score", "--out", "{tmp}/out")),
-        ("fitune.session.demo.write_demo", ("demo", "--out", "{tmp}/demo")),
-        ("fitune.session.reported.report_run", ("report", "{tmp}")),
+        ("fitune.score.engines.opening.load_model", ("score", "--data={data}", "--model={model}", "--out", "out")),
+        ("fitune.session.demo.write_demo", ("demo", "--out", "out")),
+        ("fitune.session.reported.report_run", ("report", "run")),
     ],
     ids=["score", "demo", "report"],
-)
+)  # fmt: skip
 def test_every_command_ends_with_the_code_of_the_signal(
-    program, tmp_path, model_folder, data_file, target, words
+    call, stopped_in, tmp_path, monkeypatch, model_folder, data_file, target, words
 ):
-    given = [word.format(tmp=tmp_path) for word in words]
-    given += ["--model", str(model_folder), "--data", str(data_file)] if words[0] == "score" else []
-    started = program(target, *given)
-    started.send_signal(TERM)
-    assert _end(started)[0] == 143
+    monkeypatch.chdir(tmp_path)
+    stopped_in(target, TERM)
+    call(*(word.format(data=data_file, model=model_folder) for word in words)).ends(143)
 
 
-def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(
-    capfd,
-):
-    request = StopRequest()
-    for number, code in EXIT_CODES.items():
-        with pytest.raises(SystemExit) as ended:
-            request.note(number, None)
-        assert ended.value.code == code
-    request._is_under_way = True
-    request.note(TERM, None)
-    assert request.asked()
+@pytest.mark.parametrize(("number", "code"), EXIT_CODES.items())
+def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(number, code):
     with pytest.raises(SystemExit) as ended:
-        request.note(INT, None)
-    assert (ended.value.code, request.exit_code) == (130, 143)
-    assert "stopping after this step" in capfd.readouterr().err
+        StopRequest().note(number, None)
+    assert ended.value.code == code
 
 
 def test_a_rank_stopped_where_nothing_can_be_raised_prints_nothing():
