@@ -7,14 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from fitune.data.conversations.messages import Conversation, Message, Text
-from fitune.data.conversations.templates import load_template
 from fitune.demo import files
 from fitune.demo.files import (
     FULL,
     HELD_OUT_ROWS,
     LORA,
-    MAX_NEW_TOKENS,
     PRETRAIN,
     PRETRAINING_TEXTS,
     TRAINING_ROWS,
@@ -75,29 +72,11 @@ def test_the_base_model_is_a_small_llama(demo, tokenizer):
 
 @pytest.mark.parametrize(
     "text",
-    ["The goods are lamps.", "  two  spaces\n\ttab", "naïve Zürich — 漢字 🙂 עברית", "3+4=7, 1,234.50", ""],
+    ["  two  spaces\n\ttab", "naïve Zürich — 漢字 🙂 עברית", "3+4=7, 1,234.50"],
 )
 def test_the_tokenizer_gives_every_text_back(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-
-
-def test_a_text_row_begins_with_bos_and_ends_with_eos_once(tokenizer):
-    template = load_template(tokenizer)
-    encoded = template.encode(Text("The city is Oslo.", "here"))
-    special = [token for token in encoded.ids if token in tokenizer.all_special_ids]
-    assert special == [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert all(encoded.supervised)
-
-
-def test_the_template_teaches_the_answer_and_its_end(demo, tokenizer):
-    template = load_template(tokenizer)
-    for row in read_lines(demo.test)[:5]:
-        messages = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
-        encoded = template.encode(Conversation(messages, "here"))
-        learned = [token for token, yes in zip(encoded.ids, encoded.supervised, strict=True) if yes]
-        assert tokenizer.decode(learned) == row["completion"] + tokenizer.eos_token
-        assert len(learned) < MAX_NEW_TOKENS
 
 
 def test_rows_are_written_as_counted(demo):
@@ -108,24 +87,17 @@ def test_rows_are_written_as_counted(demo):
 
 
 def test_the_recipes_are_recipes(demo):
-    for path, training in (
-        (demo.pretrain_recipe, PRETRAIN),
-        (demo.lora_recipe, LORA),
-        (demo.full_recipe, FULL),
-    ):
-        recipe = read_any_recipe(path)
-        assert recipe.tuning == training["tuning"]
-        assert recipe.learning_rate == training["learning_rate"]
-        assert (recipe.max_steps, recipe.micro_batch_size) == (training["max_steps"], 2)
-        assert (recipe.seq_len, recipe.precision) == (256, "fp32")
-    pretrain, lora, full = (
-        read_any_recipe(path) for path in (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe)
-    )
+    paths = (demo.pretrain_recipe, demo.lora_recipe, demo.full_recipe)
+    pretrain, lora, full = recipes = [read_any_recipe(path) for path in paths]
+    for recipe, training in zip(recipes, (PRETRAIN, LORA, FULL), strict=True):
+        settings = recipe.model_dump()
+        assert {name: settings[name] for name in training} == training
+        assert (recipe.seq_len, recipe.precision, recipe.micro_batch_size) == (256, "fp32", 2)
     assert pretrain.model == str(demo.start)
     assert lora.model == full.model == "base/model"  # from the recipe's folder, once the base is trained
     assert str(demo.base).startswith(pretrain.output_dir)
     assert lora.data[0].path == full.data[0].path == str(demo.train)
-    assert len({pretrain.output_dir, lora.output_dir, full.output_dir}) == 3
+    assert len({recipe.output_dir for recipe in recipes}) == 3
 
 
 def test_a_recipe_survives_any_folder_name(tmp_path):

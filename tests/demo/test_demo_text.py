@@ -42,10 +42,6 @@ def test_no_held_out_row_shares_goods_or_city_with_a_training_row():
         assert not any(value in row["prompt"] for row in TRAIN for value in asked)
 
 
-def test_no_answer_of_a_training_row_is_right_for_a_held_out_row():
-    assert {row["completion"] for row in TRAIN}.isdisjoint(row["completion"] for row in TEST)
-
-
 def test_the_pretraining_text_knows_every_word_and_not_the_form():
     whole = "\n".join(TEXTS)
     for word in (*GOODS, *CITIES, *COLOURS, *NUMBERS):
@@ -67,5 +63,5 @@ def test_every_answer_can_be_read_in_its_prompt():
 
 def test_a_text_says_everything_again():
     sentence, again = TEXTS[0].split(". ", 1)
-    assert [word for word in GOODS if word in sentence] == [word for word in GOODS if word in again]
-    assert [word for word in CITIES if word in sentence] == [word for word in CITIES if word in again]
+    for words in (GOODS, CITIES):
+        assert [word for word in words if word in sentence] == [word for word in words if word in again]
