@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -17,8 +16,7 @@ def test_planning_imports_no_torch_and_writes_nothing(tmp_path):
     """In a fresh process, as a user starts it."""
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n' * 40)
     commands = [
-        f"plan {LLAMA_8B} --tuning lora",
-        f"plan {LLAMA_8B} --data rows.jsonl",
+        f"plan {LLAMA_8B} --tuning lora --data rows.jsonl",
         "score --model Qwen/Qwen3-8B --data rows.jsonl --out out --gpu h100 --plan",
     ]
     program = (
@@ -71,25 +69,23 @@ for words in sys.argv[1:]:
 """Runs commands where nothing of these is installed."""
 
 
-def test_plans_need_no_library_of_training(tmp_path):
-    """A name with a shipped profile, one that nobody knows, and a folder whose architecture has no formula."""
+def test_a_plan_that_needs_a_library_says_which(tmp_path):
+    """A name that nobody knows, and a folder whose architecture has no formula. Others need none: base_install.py."""
     config = {
         "model_type": "gpt_neox", "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 2,
         "num_attention_heads": 6, "vocab_size": 400,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    models = ("openai/gpt-oss-20b --tuning lora", "nobody/unknown", str(tmp_path))
+    models = ("nobody/unknown", str(tmp_path))
     words = [f"plan --model {model} --gpu h100" for model in models]
     finished = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRAINING, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"FITUNE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"},
     )  # fmt: skip
-    fits, unknown, traced, _ = " ".join(finished.stdout.split()).split("ended with ")
-    assert "✔ FITS openai/gpt-oss-20b" in fits
-    assert unknown.startswith("0 ")
+    unknown, traced, end = " ".join(finished.stdout.split()).split("ended with ")
     assert "huggingface_hub, which fetches its config.json, is not installed" in unknown
-    assert traced.startswith("2 ")
     assert "is traced once, which needs transformers, and that is not installed" in traced
+    assert (traced[0], end) == ("2", "2")
 
 
 @pytest.mark.parametrize(
@@ -137,22 +133,18 @@ def test_a_training_without_data_is_one_readable_error(call):
     call("train", "--model", "nowhere").ends(2, "no data is named")
 
 
-@pytest.mark.pictures
 def test_train_report_export_score(call, model_folder, data_file, tmp_path, monkeypatch):
     """The commands of the README, one after another."""
     monkeypatch.setattr("fitune.session.train.training._SAMPLE_TOKENS", 4)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"model: {model_folder}\ntuning: lora\nprecision: fp32\ndata: {data_file}\nval_fraction: 0.1\nseq_len: 64\n"
-        f"micro_batch_size: 4\nlearning_rate: 1e-2\nmax_steps: 4\nsamples: 1\noutput_dir: {tmp_path / 'run'}\n"
+        f"micro_batch_size: 4\nlearning_rate: 1e-2\nmax_steps: 2\nsamples: 1\noutput_dir: {tmp_path / 'run'}\n"
     )
     run = tmp_path / "run"
     ended = call("train", recipe)
     ended.ends(0, "predicted")
     assert ended.err == ""
-    assert (run / "report.html").read_text().count("<svg") == 5
-
-    call("train", recipe).ends(0, "already complete")
 
     rows = json.loads(call("report", run, "--json").ends(0))["comparison"]
     assert {row["what"] for row in rows} >= {"Forward", "Loss", "Backward", "Update"}
@@ -174,18 +166,6 @@ def test_train_report_export_score(call, model_folder, data_file, tmp_path, monk
     assert said[0] == said[1]
 
 
-def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
-    call, shop, model_folder, data_file, tmp_path
-):
-    """Fault 21, as a user meets it."""
-    adapter = shutil.copytree(shop / "adapter", tmp_path / "adapter")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
-    words = ("--adapter", adapter, "--data", data_file, "--out", tmp_path / "scores")
-    call("score", "--model", model_folder, *words).ends(2, "does not fit", "and 20 more")
-    assert not (tmp_path / "scores").exists()
-
-
 def test_the_version_is_told(call):
     from importlib.metadata import version
 
@@ -196,9 +176,8 @@ def test_the_version_is_told(call):
     ("words", "said"),
     [
         ("score", "--model"),
-        ("score --model a --data b --out c --batch-size x", "--batch-size"),
+        ("plan --model", "--model has no value"),
         ("doctor --jsn", "--jsn"),
-        ("plam", "plam"),
     ],
 )
 def test_words_that_are_no_options_are_an_error_object_too(call, words, said):
@@ -206,31 +185,7 @@ def test_words_that_are_no_options_are_an_error_object_too(call, words, said):
     error = json.loads(out)["error"]
     assert (code, err) == (2, "")
     assert said in error["message"]
-    assert "--help" in error["hint"] or "did you mean" in error["hint"]
-
-
-def test_score_takes_sampling_template_and_ids(call, model_folder, tmp_path):
-    rows = write_lines(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b", "name": "first"}])
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}")
-    words = [
-        "--top-p",
-        "0.5",
-        "--seed",
-        "7",
-        "--temperature",
-        "0.5",
-        "--id-column",
-        "name",
-        "--max-new-tokens",
-        "2",
-    ]
-    places = ("--data", rows, "--out", tmp_path / "out", "--chat-template", template)
-    call("score", "--model", model_folder, *places, *words).ends(0)
-    sampling = json.loads((tmp_path / "out" / "manifest.json").read_text())["sampling"]
-    assert sampling == {"max_new_tokens": 2, "seed": 7, "temperature": 0.5, "top_p": 0.5}
-    line = json.loads((tmp_path / "out" / "answers.jsonl").read_text())
-    assert line["custom_id"] == "first"
+    assert error["hint"]
 
 
 def test_another_trainers_recipe_is_planned_and_converted(call, tmp_path):
@@ -269,7 +224,6 @@ def test_help_lists_every_key_of_a_recipe_by_group(call):
         ("fitune plan --gpu rtx-509", ["rtx-5090"]),
         ("fitune train --tuning q", ["qlora"]),
         ("fitune plan --base-model Qwen/Qwen3-0.6B-", ["Qwen/Qwen3-0.6B-Base"]),
-        ("fitune plan rec", []),
     ],
 )
 def test_the_shell_completes_commands_keys_and_values(line, offered, call, monkeypatch):
@@ -278,28 +232,6 @@ def test_the_shell_completes_commands_keys_and_values(line, offered, call, monke
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
     code, out, _ = call()
     assert (code, out.split()) == (0, offered)
-
-
-def test_init_writes_a_recipe_that_trains(call, model_folder, data_file, tmp_path):
-    path, run_folder = tmp_path / "recipe.yaml", tmp_path / "run"
-    words = [
-        "--tuning",
-        "lora",
-        "--gpu",
-        "cpu",
-        "--seq-len",
-        "64",
-        "--max-steps",
-        "1",
-        "--samples",
-        "0",
-        "--model",
-    ]
-    init = ("init", path, *words, model_folder, "--data", data_file, "--output-dir", run_folder)
-    call(*init).ends(0, "✔ FITS", "your job", "next: fitune plan")
-    call("train", path).ends(0)
-    assert (run_folder / "adapter").is_dir()
-    assert "is there already" in call(*init).err
 
 
 @pytest.mark.parametrize(("given", "taken"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

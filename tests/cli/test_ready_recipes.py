@@ -34,7 +34,3 @@ def header(path):
     """The comment that opens a recipe, as one line."""
     lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
     return " ".join(lines)
-
-
-def test_there_are_recipes():
-    assert RECIPES
