@@ -34,66 +34,55 @@ def counted(run, budget=None):
 
 
 LARGE = {
-    "micro_batch_size": 16,
-    "gradient_accumulation_steps": 1,
-    "loss": "plain",
-    "learning_rate": 1e-3,
-    "max_steps": 2,
-}
+    "micro_batch_size": 16, "gradient_accumulation_steps": 1, "loss": "plain", "learning_rate": 1e-3, "max_steps": 2,
+}  # fmt: skip
 """Training takes more than loading and exporting."""
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"tuning": "full", "save_steps": 1, "val_fraction": 0.2, "eval_steps": 2},
-        {"packing": True, "seq_len": 80, "save_steps": 1},
+        {"tuning": "full", "val_fraction": 0.2, "eval_steps": 2},
+        {"packing": True, "seq_len": 80},
     ],
-    ids=["anew", "full", "packed"],
+    ids=["full", "packed"],
 )
-def test_the_losses_are_those_of_a_run_that_never_failed(train, tmp_path, order, settings):
-    """What the failed attempt held is let go of: the device has no room for two."""
-    common = {**LARGE, **settings}
+def test_the_losses_are_those_of_a_run_that_never_failed_and_resumed_it_does_not_run_out_again(
+    train, tmp_path, order, settings
+):
+    """What the failed attempt held is let go of: the device has no room for two. The micro-batch that had no room is
+    not tried once more, whoever chose it."""
+    common = {**LARGE, **settings, "save_steps": 1, "lr_scheduler_type": "constant"}
     never, failed = tmp_path / "never", tmp_path / "failed"
     whole, _ = counted(lambda: train(output_dir=never, **common))
     expected_order = order.copy()
     order.clear()
     budget = int(0.97 * whole.peak_bytes)
-    device, (code, out, err) = counted(lambda: train(output_dir=failed, **common), budget)
-    assert (code, err) == (0, "")
-    assert device.refusals == 1
+    device, ended = counted(lambda: train(output_dir=failed, **common), budget)
+    assert (ended.code, ended.err, device.refusals) == (0, "", 1)
+    assert "attempt 1: out of memory" in ended.out
     assert losses(failed) == pytest.approx(losses(never), rel=1e-6)
     (retry,) = report_of(failed).retries
-    assert retry.after_step == (retry.shortage.step - 1 if "save_steps" in settings else 0)
-    done_again = expected_order[retry.after_step :]
-    assert order == expected_order[: retry.shortage.step] + done_again
+    assert retry.after_step == retry.shortage.step - 1
+    assert order == expected_order[: retry.shortage.step] + expected_order[retry.after_step :]
+    device, ended = counted(
+        lambda: train("--resume", output_dir=failed, **{**common, "max_steps": 3}), budget
+    )
+    assert (ended.code, ended.err, device.refusals) == (0, "", 0)
     batches = [written_plan(run).batch for run in (never, failed)]
     assert [(batch.micro_batch_size, batch.accumulation) for batch in batches] == [(16, 1), (8, 2)]
-    assert "attempt 1: out of memory" in out
+    assert [len(step.retries) for step in steps_of(failed)] == [1, 0, 0]
 
 
-def test_a_resumed_run_does_not_run_out_again(train, tmp_path):
-    """The micro-batch that had no room is not tried once more, whoever chose it."""
-    settings = LARGE | {"lr_scheduler_type": "constant", "save_steps": 1}
-    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **settings))
-    budget = int(0.97 * whole.peak_bytes)
-    counted(lambda: train(output_dir=tmp_path / "run", **settings), budget)
-    longer = settings | {"max_steps": 3, "resume": True}
-    device, (code, _, err) = counted(lambda: train(output_dir=tmp_path / "run", **longer), budget)
-    assert (code, err, device.refusals) == (0, "", 0)
-    assert written_plan(tmp_path / "run").batch.micro_batch_size == 8
-    steps = steps_of(tmp_path / "run")
-    assert [len(step.retries) for step in steps] == [1, 0, 0]
-
-
-def test_every_attempt_is_told(train, tmp_path):
+def test_every_attempt_is_told(train, tmp_path, order):
     """In the log, in metrics.jsonl, in report.json and on the page: which one, why, from what plan to what plan."""
-    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **LARGE | {"max_steps": 1}))
-    failed = tmp_path / "failed"
-    device, (code, out, _) = counted(lambda: train(output_dir=failed, **LARGE), int(0.45 * whole.peak_bytes))
-    assert code == 0
-    assert device.refusals == 2
+    never, failed = tmp_path / "never", tmp_path / "failed"
+    whole, _ = counted(lambda: train(output_dir=never, **LARGE))
+    expected_order = order.copy()
+    device, ended = counted(lambda: train(output_dir=failed, **LARGE), int(0.45 * whole.peak_bytes))
+    assert (ended.code, device.refusals) == (0, 2)
+    assert losses(failed) == pytest.approx(losses(never), rel=1e-6)
+    assert order[-2:] == expected_order, "nothing was saved, so it begins anew"
     first, second = report_of(failed).retries
     assert (first.attempt, second.attempt) == (1, 2)
     assert first.after == second.before
@@ -102,9 +91,8 @@ def test_every_attempt_is_told(train, tmp_path):
     assert second.predicted_after_bytes < first.predicted_after_bytes < first.predicted_bytes
     assert first.shortage.doing in ("forward", "loss", "backward")
     assert first.shortage.in_use_bytes > 0
-    assert steps_of(failed)[0].retries == (first, second)
-    assert all(not step.retries for step in steps_of(failed)[1:])
-    for told in (out, (failed / "report.html").read_text()):
+    assert [step.retries for step in steps_of(failed)] == [(first, second), ()]
+    for told in (ended.out, (failed / "report.html").read_text()):
         assert "attempt 2: out of memory" in told
         assert f"{first.before} → {first.after}" in told
         assert "attempt 3 begins anew" in told
@@ -115,27 +103,17 @@ def test_every_attempt_is_told(train, tmp_path):
 def test_one_row_that_does_not_fit_is_an_error_with_both_figures_and_what_to_try(train, tmp_path):
     one = {**LARGE, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
     whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **one))
-    device, (code, _, err) = counted(
+    device, ended = counted(
         lambda: train(output_dir=tmp_path / "failed", **one, tuning="full"), int(0.9 * whole.peak_bytes)
     )
-    assert code == 3
-    assert device.refusals == 1
-    assert "predicted" in err
-    assert "measured" in err
-    assert "no smaller micro-batch: the micro-batch is one row already" in err
-    assert "tuning: lora" in err
-    report = report_of(tmp_path / "failed")
-    assert report.failure is not None
-    assert report.failure.shortage is not None
-    assert (report.status, report.failure.error) == ("failed", "OutOfMemory")
-
-
-def test_a_method_that_adds_no_gradients_up_says_so(train, tmp_path):
-    settings = {**LARGE, "tuning": "lomo"}
-    whole, _ = counted(lambda: train(output_dir=tmp_path / "never", **settings))
-    device, (code, _, err) = counted(
-        lambda: train(output_dir=tmp_path / "failed", **settings), int(0.97 * whole.peak_bytes)
+    ended.ends(
+        3,
+        "predicted",
+        "measured",
+        "no smaller micro-batch: the micro-batch is one row already",
+        "tuning: lora",
     )
-    assert (code, device.refusals) == (3, 1)
-    assert "cannot be added up over several micro-batches" in err
-    assert "micro_batch_size: 8 (a smaller global batch: another run)" in err
+    assert device.refusals == 1
+    report = report_of(tmp_path / "failed")
+    assert (report.status, report.failure.error) == ("failed", "OutOfMemory")
+    assert report.failure.shortage is not None
