@@ -1,8 +1,6 @@
 """Rows 1, 4 and 5 of the fault table: a save that dies, files that rot, a disk that is full."""
 
-import dataclasses
 import errno
-import json
 import os
 import shutil
 from collections import namedtuple
@@ -12,10 +10,9 @@ import pytest
 
 from checkpoint.killed_saves import same, save, save_as_ranks, shares_of, state_of
 from checkpoint.saves import names
-from fitune.checkpoint.commit import read_commit, sealed, verify
+from fitune.checkpoint.commit import read_commit, verify
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError
-from fitune.values.serial import to_json
 
 
 @pytest.fixture
@@ -78,20 +75,11 @@ def test_killed_before_any_of_its_system_calls_a_save_is_whole_or_absent(tmp_pat
     assert all(any(stage in call for call in calls) for stage in stages)
 
 
-def test_a_folder_without_commit_is_named_and_refused_by_path(two_saved):
-    """A save that is killed leaves no such folder, so COMMIT was removed."""
-    (two_saved / "checkpoints/step-2/COMMIT").unlink()
-    found = newest_checkpoint(two_saved)
-    assert (found.path.name, found.damaged) == ("step-1", (two_saved / "checkpoints/step-2",))
-    with pytest.raises(CheckpointError, match="step-2: no COMMIT, so this is no whole checkpoint"):
-        load_checkpoint(two_saved / "checkpoints/step-2")
-
-
 # Row 4: truncated, one byte flipped, missing, zero-size
 
 
 def truncate(file):
-    os.truncate(file, file.stat().st_size - 1)
+    os.truncate(file, file.stat().st_size - 2)  # the last byte of COMMIT is only the newline
 
 
 def flip_a_byte(file):
@@ -105,27 +93,23 @@ def empty(file):
 
 
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
+    "file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "COMMIT"]
 )
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink, empty])
 def test_a_damaged_file_is_named_and_an_older_checkpoint_taken(two_saved, damage, file):
     damage(two_saved / "checkpoints/step-2" / file)
     found = newest_checkpoint(two_saved)
     assert found.path.name == "step-1"
-    assert len(found.warnings) == 1
-    assert f"step-2/{file}" in found.warnings[0]
+    if (damage, file) == (Path.unlink, "COMMIT"):  # a save that is killed leaves no such folder
+        assert found.damaged == (two_saved / "checkpoints/step-2",)
+    else:
+        (warning,) = found.warnings
+        assert f"step-2/{file}" in warning
     assert same(load_checkpoint(found.path), state_of(1))
-    with pytest.raises(CheckpointError, match=f"step-2/{file}: "):
+    with pytest.raises(
+        CheckpointError, match=f"step-2(/{file}: |: no COMMIT, so this is no whole checkpoint)"
+    ):
         load_checkpoint(two_saved / "checkpoints/step-2")
-
-
-@pytest.mark.parametrize("damage", [truncate, empty])
-def test_a_damaged_commit_is_named_too(two_saved, damage):
-    damage(two_saved / "checkpoints/step-2/COMMIT")
-    if damage is truncate:
-        truncate(two_saved / "checkpoints/step-2/COMMIT")  # the first byte was only the newline
-    found = newest_checkpoint(two_saved)
-    assert (found.path.name, "step-2/COMMIT: damaged" in found.warnings[0]) == ("step-1", True)
 
 
 def test_damage_everywhere_leaves_no_checkpoint_and_two_warnings(two_saved):
@@ -135,10 +119,10 @@ def test_damage_everywhere_leaves_no_checkpoint_and_two_warnings(two_saved):
     assert (found.path, len(found.warnings)) == (None, 2)
 
 
-def every_byte(file):
-    """The content of ``file`` with each of its bytes changed in turn, with every tenth left out, and longer."""
+def changed_bytes(file):
+    """The content of ``file`` with every third of its bytes changed in turn, some left out, and longer."""
     content = file.read_bytes()
-    for place in range(len(content)):
+    for place in range(0, len(content), 3):
         yield content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
     for place in range(0, len(content), 10):
         yield content[:place] + content[place + 1 :]
@@ -149,31 +133,10 @@ def every_byte(file):
 @pytest.mark.parametrize(("name", "check"), [("COMMIT", read_commit), ("state.json", verify)])
 def test_a_change_of_any_byte_is_seen(two_saved, name, check):
     path = two_saved / "checkpoints/step-2"
-    for content in list(every_byte(path / name)):
+    for content in list(changed_bytes(path / name)):
         (path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=f"step-2/{name}: "):
             check(path)
-
-
-def test_a_step_that_was_changed_in_both_places_is_seen(two_saved):
-    path = two_saved / "checkpoints/step-2"
-    for name in ("COMMIT", "state.json"):
-        text = (path / name).read_text()
-        (path / name).write_text(text.replace('"step": 2', '"step": 1', 1))
-    with pytest.raises(CheckpointError, match="COMMIT: damaged: its content does not match its digest"):
-        load_checkpoint(path)
-
-
-def resealed(path, **changes):
-    commit = sealed(dataclasses.replace(read_commit(path), **changes))
-    (path / "COMMIT").write_text(to_json(commit))
-
-
-def test_a_state_of_another_step_than_its_commit_is_refused(two_saved):
-    path = (two_saved / "checkpoints/step-2").rename(two_saved / "checkpoints/copy")
-    resealed(path, step=7)
-    with pytest.raises(CheckpointError, match="copy/state.json: of step 2, and COMMIT is of step 7"):
-        load_checkpoint(path)
 
 
 def test_two_checkpoints_that_changed_places_are_both_refused(two_saved):
@@ -183,14 +146,6 @@ def test_two_checkpoints_that_changed_places_are_both_refused(two_saved):
     found = newest_checkpoint(two_saved)
     assert found.path is None
     assert ["holds step 1, not" in found.warnings[0], "holds step 2, not" in found.warnings[1]] == [True] * 2
-
-
-def test_a_manifest_of_the_format_before_is_refused_in_words(two_saved):
-    commit = two_saved / "checkpoints/step-2/COMMIT"
-    before = {key: value for key, value in json.loads(commit.read_text()).items() if key != "digest"}
-    commit.write_text(json.dumps(before))
-    with pytest.raises(CheckpointError, match="of an older format, without a digest of itself"):
-        load_checkpoint(commit.parent)
 
 
 def test_a_commit_cannot_point_outside_its_folder(two_saved):
@@ -241,6 +196,8 @@ def test_a_disk_that_fills_up_while_saving_keeps_what_was_there(two_saved, monke
     assert names(two_saved) == ["LINE", "latest", "step-1", "step-2"]
     monkeypatch.undo()
     assert same(load_checkpoint(newest_checkpoint(two_saved).path), state_of(2))
+    full_disk_after(13, monkeypatch)  # with one write more it is saved: these are all the places there are
+    assert save(two_saved, state_of(3), keep=1, eval_loss=None).name == "step-3"
 
 
 @pytest.mark.parametrize("writes", [0, 5, 12])
@@ -251,9 +208,3 @@ def test_a_step_that_could_not_be_replaced_is_still_the_old_one(two_saved, monke
     monkeypatch.undo()
     assert names(two_saved) == ["LINE", "latest", "step-1", "step-2"]
     assert same(load_checkpoint(newest_checkpoint(two_saved).path), state_of(2))
-
-
-def test_one_write_more_and_the_save_succeeds(two_saved, monkeypatch):
-    """Says that the thirteen places above are all there are."""
-    full_disk_after(13, monkeypatch)
-    assert save(two_saved, state_of(3), keep=1, eval_loss=None).name == "step-3"

@@ -5,22 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from data.s3_server import (
-    DENIED,
-    SECRET,
-    environment_of,
-    names,
-    objects,
-)
+from data.s3_server import DENIED, SECRET, environment_of, names, objects
 from fitune.stores import opening
 from fitune.stores.writing import Store
-from fitune.train import uploading
 from fitune.train.uploading import Uploads
 from optional_libraries import NEEDS_S3
 from runs import losses, report_of, set_words
@@ -36,8 +28,25 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """From now on another machine's folder is the current one."""
+
+    def go():
+        other = tmp_path / "elsewhere"
+        other.mkdir()
+        monkeypatch.chdir(other)
+        return other
+
+    return go
+
+
+def steps_in(bucket):
+    return {name.split("/")[3] for name in names(bucket) if "/step-" in name}
+
+
 def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
-    train, bucket, here, tmp_path, monkeypatch
+    train, bucket, here, tmp_path, elsewhere
 ):
     url, words = f"s3://{bucket}/runs/x", {"save_steps": 1, "keep_checkpoints": 2}
     out = train(output_dir=url, max_steps=3, **words).ends(0)
@@ -50,10 +59,8 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
         if file.is_file() and not file.is_symlink() and file.name not in ("run.lock", "calibration.json")
     }  # fmt: skip
     assert there == {f"runs/x/{name}": content for name, content in kept.items()}
-    assert {name.split("/")[3] for name in there if "/step-" in name} == {"step-2", "step-3"}
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    monkeypatch.chdir(other)
+    assert steps_in(bucket) == {"step-2", "step-3"}
+    other = elsewhere()
     train(output_dir=url, max_steps=3, **words).ends(0, "already complete")
     assert objects(bucket) == there
     train(output_dir=url, max_steps=3, learning_rate=2e-2, **words).ends(
@@ -65,7 +72,7 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     )
     (again,) = (other / "runs").iterdir()
     assert losses(again)[:3] == losses(run)
-    assert {name.split("/")[3] for name in objects(bucket) if "/step-" in name} == {"step-3", "step-4"}
+    assert steps_in(bucket) == {"step-3", "step-4"}
     assert not any(SECRET.encode() in content for content in objects(bucket).values())
     train("--resume", f"{url}/checkpoints/step-3", output_dir=tmp_path / "third", max_steps=4).ends(0)
     assert losses(tmp_path / "third") == losses(again)
@@ -73,26 +80,23 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
 
 
 def test_a_run_in_a_store_is_reported_and_exported_from_there_once_it_has_ended(
-    train, call, bucket, here, tmp_path, monkeypatch
+    train, call, bucket, here, elsewhere
 ):
-    url = f"s3://{bucket}/runs/x"
-    assert train(output_dir=url)[0] == 0
+    url, model = f"s3://{bucket}/runs/x", f"s3://{bucket}/models/y"
+    train(output_dir=url, max_steps=1).ends(0)
     (run,) = (here / "runs").iterdir()
-    table = call("report", str(run))[1].partition("report: ")[0]
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    monkeypatch.chdir(other)
-    code, out, err = call("report", url)
-    assert (code, out.partition("report: ")[0]) == (0, table), err
-    page = Path(out.rpartition("report: ")[2].strip())
-    assert page.is_file()
-    assert page.parent.parent.name == "runs"
+    table = call("report", run).ends(0).partition("report: ")[0]
+    elsewhere()
+    told, _, page = call("report", url).ends(0).partition("report: ")
+    assert told == table
+    assert Path(page.strip()).is_file()
+    assert Path(page.strip()).parent.parent.name == "runs"
     call("report", url, "--watch").ends(2, "--watch reads a run's directory")
-    call("export", url, "--out", f"s3://{bucket}/models/y").ends(0, f"sent: s3://{bucket}/models/y")
+    call("export", url, "--out", model).ends(0, f"sent: {model}")
     there = objects(bucket)
     merged = {name.rpartition("/")[2] for name in there if name.startswith("models/y/")}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= merged
-    call("export", url, "--out", f"s3://{bucket}/models/y").ends(2, "holds a model already")
+    call("export", url, "--out", model).ends(2, "holds a model already")
     call("export", url).ends(0)
     assert objects(bucket)["runs/x/merged/model.safetensors"] == there["models/y/model.safetensors"]
     Store(url).remove(["report.json"])
@@ -102,14 +106,14 @@ def test_a_run_in_a_store_is_reported_and_exported_from_there_once_it_has_ended(
 
 
 def test_methods_are_compared_in_a_store(call, model_folder, data_file, bucket, here):
-    words = ["--model", model_folder, "--data", data_file, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 2]
+    words = ["--model", model_folder, "--data", data_file, "--gpu", "cpu", "--seq-len", 64, "--max-steps", 1]
     words += ["--samples", "0", "--tunings", "lora", "--output-dir", f"s3://{bucket}/all"]
     call("compare", *words).ends(0, f"sent: s3://{bucket}/all/compare.html")
     there = objects(bucket)
     (folder,) = (here / "runs").iterdir()
     assert there["all/compare.html"] == (folder / "compare.html").read_bytes()
     assert "all/lora/adapter/adapter_model.safetensors" in there
-    assert "already complete" in call("compare", *words)[1]
+    call("compare", *words).ends(0, "already complete")
 
 
 def test_a_store_that_cannot_be_written_to_is_refused_before_anything(
@@ -141,104 +145,63 @@ def test_an_earlier_run_in_the_store_is_neither_continued_nor_replaced_unasked(t
     url = f"s3://{bucket}/x"
     Store(url).write("checkpoints/step-1/COMMIT", b"of somebody")
     train(upload_to=url).ends(2, f"{url} holds an earlier run")
-    train("--overwrite", upload_to=url).ends(0)
+    train("--overwrite", upload_to=url, max_steps=1).ends(0)
     assert "x/report.json" in names(bucket)
     assert "x/checkpoints/step-1/COMMIT" not in names(bucket)
 
 
-def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
-    train, bucket, wire, tmp_path, monkeypatch
-):
-    url, run = f"s3://{bucket}/x", tmp_path / "run"
-    begun, close = Store.write, Uploads.close
-
-    def failing_from_now(store, name, content, **words):
-        begun(store, name, content, **words)
-        if name.endswith("LINE"):
-            wire.refused = 10**6
+def refuses(wire, patched):
+    """From now on the store refuses, and the steps do not end before it did so once: they may be quicker."""
+    wire.refused, close = 10**6, Uploads.close
 
     def close_after_a_failure(uploads, *, tidy):
-        """The steps may end before the first try does."""
         until = time.monotonic() + 60
         while not uploads._has_failed and time.monotonic() < until:
             time.sleep(0.01)
         close(uploads, tidy=tidy)
 
+    patched.setattr(Uploads, "close", close_after_a_failure)
+
+
+def falls_silent(wire, patched):
+    wire.is_silent = True
+    patched.setattr(opening, "SILENT_S", 0.2)
+    patched.setattr(opening, "ANSWER_S", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (refuses, "the run goes on, and it is tried again with the next checkpoint"),
+        (falls_silent, "the store did not answer within 0.2 s"),
+    ],
+)
+def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
+    train, bucket, wire, tmp_path, monkeypatch, fails, said
+):
+    url, run, words = f"s3://{bucket}/x", tmp_path / "run", {"max_steps": 3, "save_steps": 1}
+    write = Store.write
+
+    def failing_from_now(store, name, content, **named):
+        write(store, name, content, **named)
+        if name.endswith("LINE"):
+            fails(wire, broken)
+
     with monkeypatch.context() as broken:
         broken.setattr(Store, "write", failing_from_now)
-        broken.setattr(Uploads, "close", close_after_a_failure)
-        code, out, err = train(upload_to=url, max_steps=3, save_steps=1)
-    assert code == 1
-    assert "the run goes on, and it is tried again with the next checkpoint" in out
-    assert f"the end of the run is not in {url}" in err
-    assert "--resume sends what is missing" in err
+        ended = train(upload_to=url, **words)
+        wire.refused, wire.is_silent = 0, False
+    ended.ends(
+        1, f"the end of the run is not in {url}", f"all of it is in {run}", "--resume sends what is missing"
+    )
+    assert said in ended.out + ended.err
     assert report_of(run).status == "complete"
     assert (run / "adapter/adapter_model.safetensors").is_file()
-    assert not any(name.endswith("COMMIT") for name in objects(bucket))
-    wire.refused = 0
-    train("--resume", upload_to=url, max_steps=3, save_steps=1).ends(0, "already complete")
+    assert not any(name.endswith("COMMIT") for name in names(bucket))
+    train("--resume", upload_to=url, **words).ends(0, "already complete")
     there = objects(bucket)
     assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
     assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
-
-
-def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a_word(
-    train, bucket, monkeypatch
-):
-    under_way, is_waited_for, send = threading.Event(), threading.Event(), Uploads._send
-    close = Uploads.close
-
-    def slowly(uploads):
-        under_way.set()
-        is_waited_for.wait(60)
-        send(uploads)
-
-    def close_meanwhile(uploads, *, tidy):
-        note = uploads._on_note
-
-        def noted(text):
-            note(text)
-            is_waited_for.set()
-
-        uploads._on_note = noted
-        under_way.wait(60)
-        close(uploads, tidy=tidy)
-
-    monkeypatch.setattr(uploading, "_QUIET_S", 0.0)
-    monkeypatch.setattr(Uploads, "_send", slowly)
-    monkeypatch.setattr(Uploads, "close", close_meanwhile)
-    url = f"s3://{bucket}/x"
-    train(upload_to=url, max_steps=2, save_steps=1).ends(
-        0, f"waiting for {url}, to which a checkpoint is on its way"
-    )
-
-
-def test_a_store_that_falls_silent_does_not_hold_up_the_end_of_the_run(
-    train, bucket, wire, tmp_path, monkeypatch
-):
-    url, run = f"s3://{bucket}/x", tmp_path / "run"
-    write = Store.write
-
-    def silent_from_now(store, name, content):
-        write(store, name, content)
-        if name.endswith("LINE"):
-            wire.is_silent = True
-            short.setattr(opening, "SILENT_S", 0.2)
-            short.setattr(opening, "ANSWER_S", 0.2)
-
-    with monkeypatch.context() as short:
-        short.setattr(Store, "write", silent_from_now)
-        code, _, err = train(upload_to=url, max_steps=3, save_steps=1)
-        wire.is_silent = False
-    assert code == 1
-    assert f"the end of the run is not in {url}" in err
-    assert "the store did not answer within 0.2 s" in err
-    assert f"all of it is in {run}" in err
-    assert "--resume sends what is missing" in err
-    assert report_of(run).status == "complete"
-    assert train("--resume", upload_to=url, max_steps=3, save_steps=1)[0] == 0
-    there = names(bucket)
-    assert {"x/report.json", "x/adapter/adapter_config.json", "x/checkpoints/step-3/COMMIT"} <= there
 
 
 STEPS = 40
