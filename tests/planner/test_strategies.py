@@ -81,8 +81,8 @@ def test_lomo_is_its_own_optimizer_and_clips_by_value_unless_told():
 
 
 def test_eight_bit_states_dora_and_settings_of_adam_are_kept():
-    settings = "tuning: lora, dora: true, optim: adamw_bnb_8bit, adam_beta2: 0.95, adam_epsilon: 1e-6, weight_decay: 0.1"
-    plan = plan_of(LLAMA_1B, "rtx-4090", settings)
+    adam = "optim: adamw_bnb_8bit, adam_beta2: 0.95, adam_epsilon: 1e-6, weight_decay: 0.1"
+    plan = plan_of(LLAMA_1B, "rtx-4090", f"tuning: lora, dora: true, {adam}")
     assert plan.tuning.dora
     assert plan.optimizer == AdamW8bit(beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1)
 
