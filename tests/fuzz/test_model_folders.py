@@ -34,11 +34,11 @@ def config_of(family):
 
 
 @given(st.sampled_from(sorted(SHAPES)).flatmap(lambda family: changed(config_of(family))))
-def test_configs_are_planned_or_refused(bounded, tmp_path_factory, config):
+def test_configs_are_planned_or_refused(orderly, tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp() / "planned"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(as_json(config))
-    bounded.run(["plan", "--model", str(folder), "--gpu", "rtx-4090"]).require_orderly()
+    orderly("plan", "--model", str(folder), "--gpu", "rtx-4090")
 
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -46,7 +46,7 @@ JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", 
 
 @given(st.data())
 def test_folders_are_trained_or_refused(
-    bounded,
+    orderly,
     model_folder,
     data_file,
     tmp_path_factory,
@@ -59,12 +59,12 @@ def test_folders_are_trained_or_refused(
     if name == "tokenizer.json":  # of its hundreds of pieces few say more than the first
         right["model"]["vocab"] = dict(list(right["model"]["vocab"].items())[:300])
     (folder / name).write_text(as_json(data.draw(changed(right))))
-    _train(bounded, folder, data_file, base / "odd-model-run")
+    _train(orderly, folder, data_file, base / "odd-model-run")
 
 
 @given(st.data())
 def test_damaged_files_are_trained_or_refused(
-    bounded,
+    orderly,
     model_folder,
     data_file,
     tmp_path_factory,
@@ -74,15 +74,15 @@ def test_damaged_files_are_trained_or_refused(
     folder = copied(model_folder, base / "damaged-model")
     file = data.draw(st.sampled_from(sorted(path for path in folder.iterdir() if path.suffix != ".txt")))
     file.write_bytes(data.draw(st.one_of(damaged(file.read_bytes()), st.just(nested_json(100_000).encode()))))
-    _train(bounded, folder, data_file, base / "damaged-model-run")
+    _train(orderly, folder, data_file, base / "damaged-model-run")
 
 
-def _train(bounded, model, data, run):
-    bounded.run(["train", "--overwrite", *settings_of(model, data, run, max_steps=1)]).require_orderly()
+def _train(orderly, model, data, run):
+    orderly("train", "--overwrite", *settings_of(model, data, run, max_steps=1))
 
 
 @given(st.data())
-def test_adapters_are_scored_or_refused(bounded, model_folder, finished_run, data):
+def test_adapters_are_scored_or_refused(orderly, model_folder, finished_run, data):
     base = finished_run.parent
     adapter = copied(finished_run / "adapter", base / "odd-adapter")
     file = data.draw(
@@ -94,11 +94,7 @@ def test_adapters_are_scored_or_refused(bounded, model_folder, finished_run, dat
         file.write_bytes(data.draw(damaged(file.read_bytes())))
     questions = base / "questions.jsonl"
     questions.write_text('{"question": "What is 2 plus 2?", "answer": "4"}\n')
-    out = str(_fresh(base / "scored"))
+    out = base / "scored"
+    shutil.rmtree(out, ignore_errors=True)
     words = ["score", "--model", str(model_folder), "--adapter", str(adapter), "--data", str(questions)]
-    bounded.run([*words, "--out", out, "--max-new-tokens", "2"]).require_orderly()
-
-
-def _fresh(folder):
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
+    orderly(*words, "--out", str(out), "--max-new-tokens", "2")

@@ -18,7 +18,7 @@ COMMANDS = ("resume", "report", "export")
 
 @given(st.data(), st.sampled_from(COMMANDS))
 def test_damaged_runs(
-    bounded,
+    orderly,
     finished_run,
     model_folder,
     data_file,
@@ -32,10 +32,10 @@ def test_damaged_runs(
     victim.write_text("mine")
     words = {
         "resume": ["train", *settings_of(model_folder, data_file, run, max_steps=3, resume="true")],
-        "report": ["report", str(run)],
-        "export": ["export", str(run)],
+        "report": ["report", run],
+        "export": ["export", run],
     }[command]
-    bounded.run(words).require_orderly()
+    orderly(*words)
     assert victim.read_text() == "mine"
 
 
