@@ -157,6 +157,18 @@ def test_a_prompt_format_of_its_own_gives_the_same_tokens(row, format, without, 
     assert encoded.supervised == [False] * len(asked) + [True] * len(answer)
 
 
+@pytest.mark.parametrize(
+    ("type", "said"),
+    [
+        ("jeopardy", "without the category and the words what is"),
+        ("alpaca_chat.load_qa", "without Alpaca's headings"),
+    ],
+)
+def test_what_is_left_out_of_a_row_is_said(type, said):
+    lines = reading(datasets=[{"path": "d", "type": type}]).lines
+    assert [said in line.said for line in lines if line.settings == ("data",)] == [True]
+
+
 def test_prompts_of_two_formats_have_no_one_template():
     rows = [{"path": "a", "type": "alpaca"}, {"path": "b", "type": {"field_output": "a"}}]
     with pytest.raises(RecipeError, match="prompts of several formats; one chat_template renders all"):
@@ -229,7 +241,6 @@ def test_off_empty_and_bookkeeping_keys_take_one_line():
     keys = {
         **PLAIN, "strict": False, "hub_strategy": "end", "load_best_model_at_end": True, "never_seen": None,
         "special_tokens": {}, "early_stopping_patience": 3,
-        "datasets": [{"path": "d", "type": "jeopardy"}],
     }  # fmt: skip
     notes = []
     read_keys(keys, on_note=notes.append)
@@ -238,7 +249,6 @@ def test_off_empty_and_bookkeeping_keys_take_one_line():
     said = " ".join(notes)
     assert "load_best_model_at_end: the weights of the last step" in said
     assert "early_stopping_patience: training goes on to its last step" in said
-    assert "of jeopardy without the category and the words what is" in said
 
 
 def test_sharding_is_left_to_the_plan_on_one_device():
