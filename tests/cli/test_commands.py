@@ -1,6 +1,7 @@
 """The commands as a user types them: what they print, how they exit, what they import."""
 
 import json
+import shutil
 import os
 import subprocess
 import sys
@@ -164,6 +165,17 @@ def test_train_report_export_score(call, model_folder, data_file, tmp_path, monk
         lines = read_lines(tmp_path / out / "answers.jsonl")
         said.append([line["response"]["body"]["choices"][0]["message"] for line in lines])
     assert said[0] == said[1]
+
+
+def test_an_adapter_of_another_rank_is_refused_before_the_model_is_loaded(
+    call, shop, model_folder, data_file, tmp_path
+):
+    adapter = shutil.copytree(shop / "adapter", tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    words = ("--adapter", adapter, "--data", data_file, "--out", tmp_path / "scores")
+    call("score", "--model", model_folder, *words).ends(2, "does not fit", "and 20 more")
+    assert not (tmp_path / "scores").exists()
 
 
 def test_the_version_is_told(call):
