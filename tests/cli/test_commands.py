@@ -1,8 +1,8 @@
 """The commands as a user types them: what they print, how they exit, what they import."""
 
 import json
-import shutil
 import os
+import shutil
 import subprocess
 import sys
 
