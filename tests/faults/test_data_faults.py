@@ -64,6 +64,7 @@ def test_an_evaluation_set_that_is_empty_or_named_twice_is_an_error(tmp_path):
     none.write_text("")
     for settings, said in (
         ({"val_fraction": 0.0001}, "no rows to evaluate.*val_fraction"),
+        ({"val_fraction": 0.9999}, "val_fraction 0.9999 holds out every row"),
         ({"eval_sources": (DataSource(path=str(none)),)}, "no rows to evaluate: .*none.jsonl gave none"),
         ({"eval_sources": (DataSource(path="x"),), "val_fraction": 0.1}, "both eval_data and val_fraction"),
     ):
