@@ -7,11 +7,13 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from fitune.errors import RunDirectoryError, ScoringFailed
+from fitune.score.asking import Restarted
 from fitune.score.engines.engine import Sampling
 from fitune.score.engines.engine_transformers import TransformersEngine
 from fitune.score.shards import Shards
@@ -169,6 +171,20 @@ def test_rows_that_the_engine_fails_for_fail_alone_and_the_next_run_asks_them_ag
     assert quietly(plan, progress=lambda done, total: asked.append(done)).failed == 0
     assert asked == [ROWS - 2, ROWS - 1, ROWS]
     assert answers(plan).read_bytes() == (finished_once / "answers.jsonl").read_bytes()
+
+
+def test_a_row_that_is_asked_alone_is_answered_to_its_end():
+    """An engine in a process of its own says when it is done, which the next question must not find."""
+    done = []
+
+    def alone(engine, asked):
+        if len(asked) > 1:
+            raise RuntimeError("not together")
+        yield asked[0]
+        done.append(asked[0])
+
+    rows = [SimpleNamespace(id="a"), SimpleNamespace(id="b")]
+    assert list(Restarted(object).each(rows, alone)) == done == rows
 
 
 def test_an_engine_that_fails_for_a_whole_shard_and_never_answered_is_given_up(plan, monkeypatch):

@@ -103,12 +103,16 @@ def test_the_record_holds_plans_that_records_and_plans_read(tmp_path, monkeypatc
     assert "measured on 1 processor of this kind: memory ±0" in " ".join(plan.output.split())
 
 
-def test_a_failed_check_makes_exit_1(monkeypatch):
+def test_a_failed_check_makes_exit_1_and_what_is_measured_first_is_not_left_out(monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        "fitune.session.doctor.calibrate_device", lambda log: measured.append("rates") or True
+    )
     monkeypatch.setattr(kernels, "TOLERANCES", {"fp32": 0.0})
     only = chosen("fused loss fp32")
     monkeypatch.setattr(prove, "parts_of", lambda *_: only)
-    answer = CliRunner().invoke(app, ["doctor", "--prove", "--json"], catch_exceptions=False)
-    assert answer.exit_code == 1
+    answer = CliRunner().invoke(app, ["doctor", "--calibrate", "--prove", "--json"], catch_exceptions=False)
+    assert (answer.exit_code, measured) == (1, ["rates"])
     assert "FAILED: fused loss fp32: error" in answer.stderr
     assert json.loads(answer.stdout)["checks"][0]["passed"] is False
 

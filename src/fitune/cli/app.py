@@ -495,6 +495,8 @@ def doctor(
     from fitune.session import doctor as here
 
     log = partial(print, file=sys.stderr if json else None)
+    if calibrate and not here.calibrate_device(log=log):
+        return
     if prove or out:
         from fitune.session.proving.prove import describe_proof
         from fitune.session.proving.prove import prove as prove_device
@@ -502,8 +504,6 @@ def doctor(
         proof = prove_device(tell=log, out=out)
         _print(describe_proof(proof), proof, json=json)
         raise typer.Exit(int(bool(proof.failed)))
-    if calibrate and not here.calibrate_device(log=log):
-        return
     _print(*here.examine(), json=json)
 
 

@@ -86,10 +86,10 @@ class Restarted:
         except _FAULTS:
             for one in left.values():
                 try:
-                    found = next(iter(call(engine, [one])))
+                    answers = list(call(engine, [one]))  # to its end, where an engine may say that it is done
                 except _FAULTS as fault:
-                    found = failed(one, ENGINE_FAILED, f"{type(fault).__name__}: {fault}"[:500])
-                yield found
+                    answers = [failed(one, ENGINE_FAILED, f"{type(fault).__name__}: {fault}"[:500])]
+                yield from answers
 
 
 class Asker:
