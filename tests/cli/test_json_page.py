@@ -109,6 +109,8 @@ def test_a_command_prints_one_object_with_the_keys_that_its_row_has(call, places
             f"{places['OUT']}/adapter",
             f"fitune chat {places['OUT']}",
         )
+    if name == "matrix":
+        assert {setting["sharding"] for setting in found["cells"][0]["settings"]} == {"one device"}
     if name == "compare":
         assert [each["name"] for each in found["methods"]] == ["lora", "full"]
         best = {mark for each in found["methods"] for mark in each["best"]}

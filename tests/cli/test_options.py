@@ -11,6 +11,7 @@ from fitune.errors import RecipeError
 from fitune.planner.defaults import data_of
 from fitune.recipe.job import read_job_settings
 from fitune.recipe.score_recipe import ScoreRecipe, options_of
+from fitune.session.planning import plan_on_data
 from fitune.session.recipes.reading import recipe_from, split_words
 
 
@@ -131,6 +132,14 @@ def test_columns_of_other_names_are_an_option():
     assert [dict(source.columns) for source in sources] == [{"prompt": "q", "completion": "r"}]
     with pytest.raises(RecipeError, match="'question' is not role=column"):
         recipe([*words, "question"])
+
+
+def test_data_that_is_elsewhere_is_said_in_the_plan(monkeypatch):
+    words = ["--model", "gpt2", "--gpu", "h100", "--tuning", "lora", "--data", "owner/rows"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    report = plan_on_data(recipe_from(words, []))
+    assert report.run is None
+    assert report.decisions[-1].startswith("note on data: owner/rows: not all of it is on this machine")
 
 
 def test_a_key_of_a_score_recipe_is_an_option_of_fitune_score():

@@ -52,6 +52,10 @@ def score(call, tmp_path):
 
 REFUSED = {
     "tokenizer": ({"tokenizer_config": UNKNOWN_TOKENIZER}, "tokenizer_config.json: auto_map"),
+    "old tokenizer": (
+        {"tokenizer_config": {"tokenizer_class": "Evil", "auto_map": ["payload.Evil", None]}},
+        "tokenizer_config.json: auto_map",
+    ),
     "tokenizer that loads others": (
         {"tokenizer_config": {"tokenizer_class": "RagTokenizer"}}, "tokenizer_class = 'RagTokenizer' is no tokenizer",
     ),

@@ -35,7 +35,7 @@ def test_a_job_for_one_node():
     spec = job["spec"]
     pod, policy = spec["template"]["spec"], spec["podFailurePolicy"]
     [container] = pod["containers"]
-    assert wrong_with_pod(pod) == []
+    assert list(wrong_with_pod(pod, "pod")) == []
     assert spec["activeDeadlineSeconds"] == 3600
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
     # Fields that podFailurePolicy asks for, and one pod at a time:

@@ -1,5 +1,6 @@
 """RayJobs of many plans: fields and rules of KubeRay, what the plan needs, hostile names, one owner of a run."""
 
+import copy
 import shlex
 import subprocess
 import sys
@@ -160,6 +161,29 @@ def test_labels_of_products_are_names_of_those_cards():
     named = {product: name for name, products in _template("products").items() for product in products}
     for product in named.keys() - {*slower}:
         assert find_gpu(product.replace("-", " ")).name == named[product]
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (lambda job, group: job["metadata"], {"name": "x" * 48}),
+        (lambda job, group: job["spec"], {"backofLimit": 1}),
+        (lambda job, group: job["spec"], {"backoffLimit": -1}),
+        (lambda job, group: job["spec"], {"activeDeadlineSeconds": 0}),
+        (lambda job, group: job["spec"], {"submissionMode": "Mode"}),
+        (lambda job, group: job["spec"]["rayClusterSpec"], {"rayVersion": "2.9.0"}),
+        (lambda job, group: group, {"minReplicas": 5}),
+        (lambda job, group: group["rayStartParams"], {"num-cpus": 4}),
+        (lambda job, group: group["template"]["spec"], {"containers": []}),
+        (lambda job, group: group["template"]["spec"]["containers"][0]["resources"]["requests"],
+         {"nvidia.com/gpu": "2"}),
+    ],
+)  # fmt: skip
+def test_the_rules_of_this_test_refuse_what_breaks_them(place, wrong):
+    _, job, group, *_ = copy.deepcopy(one_device())
+    assert wrong_with(job) == []
+    place(job, group).update(wrong)
+    assert wrong_with(job)
 
 
 @pytest.mark.parametrize(

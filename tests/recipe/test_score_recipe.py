@@ -6,6 +6,8 @@ import pytest
 
 from fitune.errors import RecipeError
 from fitune.recipe.score_recipe import ScoreRecipe, checked_recipe, score_recipe
+from fitune.score.engines.engine import Sampling
+from fitune.score.plan import plan_from
 
 ASKED = {"model": "m", "data": "rows.jsonl"}
 TASKS = {"model": "m", "lm_eval": "gsm8k"}
@@ -50,6 +52,13 @@ def test_what_a_scoring_cannot_take_is_said(wrong, said):
     with pytest.raises(RecipeError) as refused:
         score_recipe(**wrong if "lm_eval" in wrong else ASKED | wrong)
     assert said in str(refused.value)
+
+
+def test_what_is_asked_of_answers_reaches_the_scoring():
+    sampling = {"temperature": 0.5, "top_p": 0.25, "seed": 7, "max_new_tokens": 2}
+    plan = plan_from(score_recipe(**ASKED, **sampling, id_column="name", chat_template="own.jinja", out="o"))
+    assert plan.sampling == Sampling(**sampling)
+    assert (plan.id_column, plan.chat_template) == ("name", "own.jinja")
 
 
 def test_numbers_of_a_row_or_a_chat_are_checked_by_the_same_keys():
