@@ -315,9 +315,10 @@ def untraced(own_cache, monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_process():
+def one_process(tmp_path_factory):
     """One thread: in tiny models those that wait for one another cost ten times what they bring. Where the program
-    would begin anew in the place of this process, it does so inside it: tests go on."""
+    would begin anew in the place of this process, it does so inside it: tests go on. A cache for the fixtures that
+    outlive a test, which begin before ``own_cache``: never the user's."""
     import torch
 
     torch.set_num_threads(1)
@@ -329,4 +330,5 @@ def one_process():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "execv", begin)
+        patched.setenv("FITUNE_CACHE", str(tmp_path_factory.mktemp("cache-of-fixtures")))
         yield

@@ -1,5 +1,6 @@
 """A whole run in one process: it learns, it stops and goes on as if it had not, it never lies about a bad end."""
 
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -125,8 +126,10 @@ def test_a_fitune_that_is_not_installed_has_no_version_and_runs(whole):
     assert {"python", "torch", "transformers", "peft"} <= report.versions.keys()
 
 
-def test_an_earlier_run_is_not_overwritten_unasked(whole):
+def test_an_earlier_run_is_not_overwritten_unasked(whole, tmp_path):
     plan, _ = whole
+    copied = shutil.copytree(plan.run.output_dir, tmp_path / "run")
+    plan = replace(plan, run=replace(plan.run, output_dir=str(copied)))
     before = contents(Path(plan.run.output_dir))
     with pytest.raises(RunDirectoryError, match="earlier run"):
         trained(plan)
