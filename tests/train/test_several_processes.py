@@ -35,6 +35,7 @@ COMMON = {"max_steps": 3, "val_fraction": 0.2, "eval_steps": 2}
 """The third step is the last of an epoch, and has what is left of 21 rows."""
 FULL = {"tuning": "full", "learning_rate": 1e-3}
 LORA = {"tuning": "lora"}
+QLORA = {"tuning": "qlora", "packing": True, "micro_batch_size": 1}
 MOMENTUM = {"optimizer": "momentum", "momentum": 0.9}
 TIED = {**FULL, **MOMENTUM, "model": "tied"}
 CASES = {
@@ -45,7 +46,7 @@ CASES = {
     # the last step of an epoch has five rows, so the second rank has a micro-batch without any
     "tied, DDP": ({**TIED, "micro_batch_size": 1, "gradient_accumulation_steps": 16}, 0),
     "lora, DDP": ({**LORA, "gradient_checkpointing": True}, 0),
-    "qlora, stage 3": ({"tuning": "qlora", "packing": True, "micro_batch_size": 1}, 3),
+    "qlora, stage 3": (QLORA, 3),
 }
 AT_ONCE = {"micro_batch_size": 8, "gradient_accumulation_steps": 1}
 LOMO = {**AT_ONCE, "tuning": "lomo", "learning_rate": 0.3}
@@ -72,10 +73,14 @@ OFFLOADED = {
     "lora with activations on the host, stage 2": Offload(activations="cpu"),
 }
 """A CPU has no other memory, so no recipe says this there; the plans are made by hand."""
-GOES_ON = {"full": (FULL, "full, stage 3"), "adalomo": (ADALOMO, "adalomo, stage 3")}
+GOES_ON = {
+    "full": (FULL, "full, stage 3"),
+    "adalomo": (ADALOMO, "adalomo, stage 3"),
+    "qlora": (QLORA, "qlora, stage 3"),
+}
 """Runs that are stopped after two steps, and the case that goes straight to the end."""
-MOVED = {"stage 3 to stage 3": 3, "stage 3 to DDP": 0, "DDP to stage 2": 2}
-"""A full run of two processes that goes on with DDP (0), or at this stage."""
+MOVED = {"stage 3 to stage 3": 3, "stage 3 to DDP": 0, "DDP to stage 2": 2, "one process to stage 3": 3}
+"""A full run, of two processes where it says no other, that goes on by two with DDP (0), or at this stage."""
 CASES |= {
     "full, stage 3 of DeepSpeed": ({**FULL, "gradient_checkpointing": 1}, 3),
     "lora, stage 2 of DeepSpeed": (LORA, 2),
@@ -208,7 +213,12 @@ def results(make, tmp_path_factory):
         jobs.append(Job(plan=plan, stop_after=2))
     full = make(**FULL)
     jobs.append(Job(plan=divided(full, 2, 0, folder / STOPPED / "full by DDP"), stop_after=2))
-    sources = {"DDP to stage 2": "full by DDP", "stage 3 from DeepSpeed": "full of DeepSpeed"}
+    trained(divided(full, 1, 0, folder / STOPPED / "full by one"), stop_after=2)
+    sources = {
+        "DDP to stage 2": "full by DDP",
+        "one process to stage 3": "full by one",
+        "stage 3 from DeepSpeed": "full of DeepSpeed",
+    }
     for name, stage in possible(MOVED).items():
         saved = folder / STOPPED / sources.get(name, "full") / "checkpoints/step-2"
         planned = divided(full, 2, stage, folder / name, by=backend_of(name.partition(" from ")[0]))
