@@ -13,6 +13,7 @@ from fitune.data import preparing
 from fitune.data.preparing import contents_of
 from fitune.engine.ranks import Ranks
 from fitune.errors import DataError, RankFailed
+from fitune.train import start
 from fitune.values.plan import DataPlan, DataSource
 from jsonl import write_lines
 
@@ -176,10 +177,13 @@ def on_two_machines(monkeypatch, make, *, how=Ranks.once_a_node):
     return found
 
 
-def test_one_rank_of_a_node_reads_the_sources(monkeypatch):
-    read = []
+def test_one_rank_of_a_node_reads_the_sources_and_the_frozen_base(monkeypatch, make_plan):
+    plan, read, hashed = make_plan(tuning="lora"), [], []
     assert on_two_machines(monkeypatch, lambda rank: read.append(rank) or rank) == [0, 1, 0, 1]
     assert sorted(read) == [0, 1]
+    monkeypatch.setattr(start, "weights_identity", lambda path: hashed.append(path) or "hash")
+    of_base = on_two_machines(monkeypatch, None, how=lambda ranks, _: start.base_identity(plan, ranks))
+    assert (of_base, hashed) == (["hash"] * 4, [plan.model_path] * 2)
 
 
 @pytest.mark.parametrize("how", [Ranks.once_a_node, Ranks.in_turn])

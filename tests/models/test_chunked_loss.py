@@ -4,7 +4,7 @@ Shapes: T tokens, D hidden size, V vocabulary.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -105,6 +105,21 @@ def test_equals_the_plain_loss_of_each_token_with_a_label(labels, chunk_tokens, 
     evaluated = LossHead(module=case.head, chunk_tokens=chunk_tokens, **logits)
     losses_S = evaluated.losses(case.hidden_TD, case.labels_T)
     torch.testing.assert_close(losses_S, expected.losses_S, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_equals_the_chunked_loss_of_torch():
+    case = Case(some_labels())
+    found = ours(case, chunk_tokens=7)
+    case.head.zero_grad()
+    leaf_TD = case.hidden_TD.clone().requires_grad_()
+    loss = F.linear_cross_entropy(
+        leaf_TD, case.head.weight, case.labels_T, linear_bias=case.head.bias, reduction="sum",
+        ignore_index=IGNORED, options=nn.LinearCrossEntropyOptions(batch_chunk_size=7),
+    )  # fmt: skip
+    (case.scale * loss).backward()
+    theirs = Found(loss.detach(), leaf_TD.grad, _head_gradients(case.head))
+    assert_equal(replace(found, losses_S=found.losses_S.sum()), theirs)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])

@@ -147,6 +147,15 @@ def test_an_error_of_a_step_waits_for_the_checkpoint_before_it(make, monkeypatch
     assert (Path(plan.run.output_dir) / f"checkpoints/step-{EVERY}/COMMIT").is_file()
 
 
+def test_the_room_of_copies_is_kept_from_save_to_save():
+    copies, seen = HostCopies(), []
+    for step in (1, 2):
+        copied, wait = copies.take(share_of(state_of(step), rank=0))
+        wait()
+        seen.append([t.data_ptr() for tensors in copied.files.values() for t in tensors.values()])
+    assert seen[0] == seen[1] != []
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory beside a GPU")
 def test_the_copy_of_a_gpu_is_pinned_and_complete_before_the_next_step():
     state = state_of(3)

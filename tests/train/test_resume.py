@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.killed_saves import save, state_of
 from fitune.checkpoint.commit import read_commit
 from fitune.errors import CheckpointError
 from fitune.report.compare import measure
@@ -67,6 +68,14 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_steps(make_plan, monk
     report = run(plan, callbacks=callbacks(), resume=True)
     assert (report.status, report.steps) == ("complete", 6)
     assert 4000 < report.seconds < 5000
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_words(make_plan, tmp_path):
+    path = save(tmp_path / "other", state_of(1), keep=1, eval_loss=None)
+    said = "checkpoint of step 1 cannot be used: Facts: missing key .*another version of fitune"
+    with pytest.raises(CheckpointError, match=said) as refused:
+        trained(make_plan(max_steps=2), resume=str(path))
+    assert str(refused.value.hint).startswith("go on with the version of fitune that saved it")
 
 
 def peak(plan, *, after=0):

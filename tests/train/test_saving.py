@@ -142,6 +142,34 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(run, monk
     assert same(load_checkpoint(found), state_of(3))
 
 
+def test_the_ranks_that_follow_an_export_end_when_the_first_one_fails():
+    """They wait for word before each tensor, so none is left in a collective."""
+    group = Group()
+    weights = {name: torch.ones(2) for name in ("a", "b", "c")}
+    first, second = (
+        Gathered(cast(Ranks, ThreadRanks(rank, group)), weights) for rank in range(WORLD)
+    )  # fmt: skip
+    ended = []
+
+    def follow():
+        try:
+            second.follow()
+        except FituneError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+
+    def export():
+        assert torch.equal(first["a"], weights["a"])
+        raise CheckpointError("the disk is full")
+
+    with pytest.raises(CheckpointError):
+        ThreadRanks(0, group).from_first(export)
+    thread.join(240)
+    assert [str(error) for error in ended] == ["rank 0 stopped: the disk is full"]
+
+
 def test_asking_whether_a_gathered_weight_is_there_sends_nothing():
     """The other ranks wait for word of each tensor once, in their order."""
     speechless = cast(Ranks, None)
