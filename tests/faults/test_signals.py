@@ -38,7 +38,7 @@ def test_a_ctrl_c_before_the_commands_are_there_ends_without_a_traceback():
 
 @pytest.mark.parametrize(
     ("signals", "code"),
-    [((TERM,), 143), ((INT, TERM), 143), ((TERM, INT), 130)],
+    [((TERM,), 143), ((INT, INT), 130), ((INT, TERM), 143), ((TERM, INT), 130)],
 )
 def test_one_signal_lets_the_step_be_finished_and_the_second_stops_at_once(
     train, tmp_path, monkeypatch, signals, code
@@ -124,6 +124,13 @@ def test_the_handler_stops_at_once_where_there_is_no_step_to_finish(number, code
     with pytest.raises(SystemExit) as ended:
         StopRequest().note(number, None)
     assert ended.value.code == code
+
+
+def test_the_first_signal_among_the_steps_is_told_to_be_heard(capfd):
+    request = StopRequest()
+    request.start(None, "run")
+    request.note(INT, None)
+    assert "stopping after this step" in capfd.readouterr().err
 
 
 def test_a_rank_stopped_where_nothing_can_be_raised_prints_nothing():
