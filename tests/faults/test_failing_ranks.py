@@ -14,6 +14,7 @@ import pytest
 
 from faults import faulty_ranks
 from faults.faulty_ranks import until_heard, until_ready
+from fitune.errors import RunDirectoryError
 from fitune.launch.nodes import ONE_NODE
 from fitune.launch.torchrun import Ended
 from fitune.session import program as session_program
@@ -129,6 +130,8 @@ def test_one_signal_lets_all_ranks_finish_the_step(program, tmp_path, number, co
     """SIGTERM to the launcher alone: launch/test_several_nodes.py."""
     started, run = program("wait", rank=0), tmp_path / "run"
     until_ready(started)
+    with pytest.raises(RunDirectoryError, match="in use by process"), lock_directory(run, lock=LAUNCH_LOCK):
+        pass
     os.killpg(started.pid, number)
     until_heard(tmp_path / "go")
     (tmp_path / "go").touch()
@@ -211,7 +214,9 @@ def test_a_rank_that_hangs_is_found(program, tmp_path, fault):
 
 
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])
-def test_a_second_program_in_the_same_directory_is_refused_before_it_starts_ranks(train, tmp_path, words):
+def test_a_second_program_in_the_same_directory_is_refused_and_leaves_the_logs_of_the_first(
+    train, tmp_path, words
+):
     log = tmp_path / "run/rank-logs/rank1.log"
     log.parent.mkdir(parents=True)
     log.write_text("of the first")
