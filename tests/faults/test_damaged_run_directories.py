@@ -30,6 +30,8 @@ def test_going_on_from_a_file_of_another_shape_is_refused(train, saved, name):
 
 
 def test_a_log_of_another_shape_is_put_back(train, saved):
+    """As a kill leaves it: there is no report.json."""
+    (saved / "report.json").unlink()
     before = (saved / "metrics.jsonl").read_text()
     (saved / "metrics.jsonl").write_text("[1, 2]\n{}\n")
     train("--resume", save_steps=1, max_steps=3).ends(

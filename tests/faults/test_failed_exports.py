@@ -16,7 +16,7 @@ from fitune.errors import CheckpointError
 from fitune.values.machines.gpus import find_gpu, hardware_for
 from fitune.values.reports import STOPPED_IN_EXPORT
 from fitune.values.serial import to_json
-from runs import report_of, same_weights, steps_of, written_plan
+from runs import contents, report_of, same_weights, steps_of, written_plan
 
 MERGED = {"export": "merged"}
 WRITING = "fitune.checkpoint.layout.ExportFolder.write_texts"
@@ -176,10 +176,11 @@ def test_an_adapter_of_an_earlier_end_is_not_taken_for_the_last(train, call, sav
     assert any(not torch.equal(old[name], new[name]) for name in old)
 
 
-def test_nothing_is_exported_before_the_last_step(call, saved):
+def test_a_run_killed_before_its_last_step_is_told_as_one_and_not_exported(call, saved):
     metrics = saved / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
     (saved / "report.json").unlink()
+    call("report", saved).ends(0, "nobody runs it")
     call("export", saved).ends(2, "1 of 2 steps are done")
 
 
@@ -194,7 +195,10 @@ def test_nothing_is_exported_before_the_last_step(call, saved):
     ],
 )
 def test_what_a_run_does_not_have_is_not_exported(call, request, run, words, said):
-    call("export", request.getfixturevalue(run), *words).ends(2, said)
+    folder = request.getfixturevalue(run)
+    before = contents(folder)
+    call("export", folder, *words).ends(2, said)
+    assert contents(folder) == before
 
 
 # What a merge does to the loss

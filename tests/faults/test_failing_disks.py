@@ -16,6 +16,7 @@ from fitune.errors import (
     RunDirectoryError,
     exit_code_of,
 )
+from runs import report_of
 
 
 def _error(kind, code, *, shown):
@@ -60,6 +61,8 @@ def test_a_disk_that_fails_while_training(train, tmp_path, data_file, monkeypatc
 
     monkeypatch.setattr(os, call_name, failing)
     train(max_steps=1, save_steps=1, data=data).ends(1, os.strerror(errno.EIO))
+    if name == "step-1":
+        assert report_of(tmp_path / "run").status == "failed"
 
 
 def test_a_disk_that_is_full_when_the_results_of_a_score_are_written(
