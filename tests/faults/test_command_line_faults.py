@@ -57,9 +57,9 @@ def test_results_do_not_replace_a_folder_that_no_run_wrote(train, tmp_path):
 
 def test_export_does_not_replace_a_folder_it_was_pointed_at(call, shop, data_file, tmp_path):
     rows = copy_of(data_file.parent, tmp_path / "rows")
-    before = contents(rows)
+    before = contents(rows), contents(shop)
     call("export", shop, "--out", rows).ends(2, "not empty")
-    assert contents(rows) == before
+    assert (contents(rows), contents(shop)) == before
 
 
 def test_overwrite_removes_what_a_run_wrote_and_nothing_else_once_the_new_one_can_begin(
@@ -123,11 +123,13 @@ def test_a_complete_run_is_left_alone_unless_other_settings_are_wanted(train, ea
 def test_a_complete_run_says_which_data_changed_since(train, earlier):
     rows = Path(earlier["data"])
     content = rows.read_bytes()
-    rows.write_bytes(content + content)
-    changed = train(**earlier)
-    rows.unlink()
-    gone = train(**earlier)
-    rows.write_bytes(content)
+    try:
+        rows.write_bytes(content + content)
+        changed = train(**earlier)
+        rows.unlink()
+        gone = train(**earlier)
+    finally:
+        rows.write_bytes(content)
     changed.ends(0, f"already complete, but {rows} changed since; --overwrite starts anew")
     gone.ends(0, "already complete;")
 
@@ -154,9 +156,11 @@ def test_resume_refuses_rows_and_a_base_that_changed_under_the_same_name(train, 
     file = Path(earlier[file])
     file = file / "model.safetensors" if file.is_dir() else file
     content = file.read_bytes()
-    file.write_bytes(change(content))
-    ended = train("--resume", **earlier | {"max_steps": 4})
-    file.write_bytes(content)
+    try:
+        file.write_bytes(change(content))
+        ended = train("--resume", **earlier | {"max_steps": 4})
+    finally:
+        file.write_bytes(content)
     ended.ends(2, said)
     assert contents(Path(earlier["output_dir"])) == before
 
