@@ -102,13 +102,13 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken(two_saved, damage
     assert found.path.name == "step-1"
     if (damage, file) == (Path.unlink, "COMMIT"):  # a save that is killed leaves no such folder
         assert found.damaged == (two_saved / "checkpoints/step-2",)
+        said = "step-2: no COMMIT, so this is no whole checkpoint"
     else:
         (warning,) = found.warnings
-        assert f"step-2/{file}" in warning
+        said = f"step-2/{file}: "
+        assert said in warning
     assert same(load_checkpoint(found.path), state_of(1))
-    with pytest.raises(
-        CheckpointError, match=f"step-2(/{file}: |: no COMMIT, so this is no whole checkpoint)"
-    ):
+    with pytest.raises(CheckpointError, match=said):
         load_checkpoint(two_saved / "checkpoints/step-2")
 
 

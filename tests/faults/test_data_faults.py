@@ -237,6 +237,7 @@ def test_an_answer_of_which_only_the_first_token_is_left_is_kept(tmp_path):
             "{{ raise_exception('not today') }}",
             "the template failed: .*not today",
         ),
+        ("{% if %}", "the tokenizer's chat template"),
         ("{{ 'a' + 1 }}", "the tokenizer's chat template"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "the tokenizer's chat template"),
         ("{% include 'other' %}", "the tokenizer's chat template"),
