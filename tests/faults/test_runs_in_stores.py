@@ -5,14 +5,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data.s3_server import DENIED, SECRET, environment_of, names, objects
 from fitune.stores import opening
 from fitune.stores.writing import Store
+from fitune.train import uploading
 from fitune.train.uploading import Uploads
 from optional_libraries import NEEDS_S3
 from runs import losses, report_of, set_words
@@ -202,6 +205,28 @@ def test_a_store_that_fails_on_the_way_costs_no_step_and_is_made_up_for(
     there = objects(bucket)
     assert {"x/report.json", "x/report.html", "x/adapter/adapter_config.json"} <= there.keys()
     assert there["x/checkpoints/step-3/COMMIT"] == (run / "checkpoints/step-3/COMMIT").read_bytes()
+
+
+def test_a_checkpoint_that_is_on_its_way_when_the_steps_end_is_waited_for_with_a_word(tmp_path, monkeypatch):
+    is_under_way, is_waited_for, told = threading.Event(), threading.Event(), []
+
+    def send(uploads):
+        is_under_way.set()
+        is_waited_for.wait(60)
+        time.sleep(0.1)
+        told.append("sent")
+
+    def note(text):
+        told.append(text)
+        is_waited_for.set()
+
+    monkeypatch.setattr(uploading, "_QUIET_S", 0.0)
+    monkeypatch.setattr(Uploads, "_send", send)
+    store = SimpleNamespace(url="s3://x", close=lambda: told.append("closed"))
+    with Uploads(store, tmp_path, (), keep=1, on_note=note) as uploads:
+        uploads.saved()
+        assert is_under_way.wait(60)
+    assert told == ["waiting for s3://x, to which a checkpoint is on its way", "sent", "closed"]
 
 
 STEPS = 40
