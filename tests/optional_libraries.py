@@ -13,6 +13,7 @@ NEEDS_S3 = pytest.mark.skipif(
     not (find_spec("s3fs") and find_spec("moto") and find_spec("flask")),
     reason="needs s3fs and a local S3 server: fitune[remote], moto[server]",
 )
+NEEDS_HQQ = pytest.mark.skipif(not find_spec("hqq"), reason="needs hqq: fitune[quant]")
 NEEDS_LM_EVAL = pytest.mark.skipif(
     not find_spec("lm_eval"), reason="needs lm-evaluation-harness: fitune[lm-eval]"
 )

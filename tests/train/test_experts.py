@@ -15,6 +15,7 @@ from fitune.models.low_bit.packing import quantise_blocks
 from fitune.models.low_bit.quantised import PackedWeight
 from fitune.values.plan import Dense, Nf4
 from models.tiny_models import beside_tokenizer, tiny_model
+from optional_libraries import NEEDS_HQQ
 from runs import (
     assert_merged,
     stopped_and_resumed,
@@ -94,8 +95,12 @@ def test_losses_and_gradients_are_pefts_over_the_dequantised_weights(make_mixtur
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture, tmp_path):
-    straight, broken = (make_mixture(save_steps=2, output_dir=str(tmp_path / name)) for name in ("a", "b"))
+@pytest.mark.parametrize("quantization", ["nf4", pytest.param("hqq", marks=NEEDS_HQQ)])
+def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture, tmp_path, quantization):
+    straight, broken = (
+        make_mixture(save_steps=2, output_dir=str(tmp_path / name), quantization=quantization)
+        for name in ("a", "b")
+    )
     one = stopped_and_resumed(straight, broken)
     assert one.final_loss < one.first_loss
     ours = load_file(Path(one.exported) / "adapter_model.safetensors")
@@ -108,8 +113,9 @@ def test_it_learns_resumes_bit_for_bit_and_peft_reads_its_adapter(make_mixture, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture):
-    assert_merged(make_mixture(max_steps=3, learning_rate=5e-2))
+@pytest.mark.parametrize("quantization", ["nf4", pytest.param("hqq", marks=NEEDS_HQQ)])
+def test_merged_it_is_the_16_bit_base_and_the_adapter(make_mixture, quantization):
+    assert_merged(make_mixture(max_steps=3, learning_rate=5e-2, quantization=quantization))
 
 
 def test_beside_dense_experts_too(make_mixture):
