@@ -25,6 +25,13 @@ def test_paths_and_lists_are_read_as_people_write_them():
     assert (tasks.lm_eval, tasks.lm_eval_tasks, tasks.data) == (("a", "b"), Path("tasks"), ())
 
 
+def test_what_is_asked_of_sampling_ids_and_template_is_in_the_plan():
+    sampling = {"max_new_tokens": 2, "temperature": 0.5, "top_p": 0.25, "seed": 7}
+    plan = plan_from(score_recipe(**ASKED, **sampling, id_column="key", chat_template="own"))
+    assert plan.sampling == Sampling(**sampling)
+    assert (plan.id_column, plan.chat_template) == ("key", "own")
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -88,6 +88,15 @@ def test_a_name_that_no_comment_can_hold_is_refused_before_anything_is_asked(tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_recipe_that_is_there_is_not_replaced_unasked(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("mine")
+    words = [str(path), *(word for key, value in GIVEN.items() for word in (f"--{key}", value))]
+    with pytest.raises(RecipeError, match="is there already"):
+        ask_and_write(words, overwrite=False, ask=None, say=print)
+    assert path.read_text() == "mine"
+
+
 def test_a_line_that_is_switched_on_changes_nothing():
     lines = recipe_text(Path("r.yaml"), {"model": "a"}).splitlines()[3:]
     switched = [line.removeprefix("# ") for line in lines if ":" in line]
