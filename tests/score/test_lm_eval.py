@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness on our engine: the figures are those of lm-eval's own ``hf`` model, row by row."""
 
+import errno
 import json
 import os
 import shutil
@@ -155,6 +156,25 @@ def test_figures_are_those_of_lm_evals_own_model(run, folder, model_folder, tmp_
     with pytest.raises(RunDirectoryError, match="limit: None there, 2 now"):
         run(tmp_path, *NAMES, limit=2)
     assert (tmp_path / RESULTS).read_bytes() == before
+
+
+@NEEDS_LM_EVAL
+def test_a_disk_that_is_full_under_the_results_leaves_samples_from_which_the_next_one_goes_on(
+    run, tmp_path, monkeypatch
+):
+    real = os.fsync
+
+    def full(handle):
+        if f"/.tmp-{RESULTS}-" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=f"No space left .*{RESULTS}"):
+        patched.setattr(os, "fsync", full)
+        run(tmp_path / "out", "sums_choice", limit=2)
+    assert [path.name for path in tmp_path.rglob("*s*_*.json*")] == ["samples_sums_choice.jsonl"]
+    run(tmp_path / "out", "sums_choice", limit=2)
+    assert (tmp_path / "out" / RESULTS).is_file()
 
 
 @NEEDS_LM_EVAL
