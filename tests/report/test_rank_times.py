@@ -1,8 +1,12 @@
 """Times of several processes in the report, and steps that took much longer than the others."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
 
 from fitune.report.run_words import long_steps, rank_rows
+from fitune.train.peers import rows_of_ranks
 from fitune.values.reports import RankReport
 
 
@@ -18,6 +22,18 @@ def test_a_rank_is_busy_when_it_is_in_no_collective():
 
 def test_times_that_nobody_measured_are_not_shown():
     assert rank_rows([RankReport(rank=0, memory={}, step_seconds=1.0)]) == []
+
+
+def test_the_busiest_step_is_the_longest_without_its_waiting_and_not_the_first(steps):
+    times = [(9.0, 0.0), (5.0, 0.1), (6.0, 4.0)]
+    done = [
+        replace(step, step_seconds=seconds, waiting_seconds=waiting)
+        for step, (seconds, waiting) in zip(steps, times, strict=False)
+    ]
+    ranks = SimpleNamespace(is_alone=False, rank=1, gathered=lambda own: [own])
+    (row,) = rows_of_ranks(SimpleNamespace(ranks=ranks, done=done))
+    assert (row.busiest_step, row.busiest_seconds) == (2, pytest.approx(4.9))
+    assert (row.step_seconds, row.waiting_seconds) == (5.5, pytest.approx(2.05))
 
 
 def test_a_long_step_is_told_with_the_throughput_of_the_others(steps, run_report):
