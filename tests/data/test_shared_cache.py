@@ -1,5 +1,7 @@
 """Tokenised data in an S3 server: made by one machine, read by the others; half or damaged entries are made again."""
 
+from importlib import import_module
+
 import pytest
 
 from data.s3_server import DENIED, SECRET, client, objects
@@ -94,7 +96,9 @@ def test_what_only_this_machine_has_is_sent_by_the_process_that_may(wire, bucket
     assert "is in s3://" in on("one", tokenises=False)[1][0]
 
 
-def test_a_bucket_that_is_missing_or_read_only_is_an_error_before_anything_is_tokenised(wire, bucket, on):
+def test_a_bucket_that_is_missing_read_only_or_without_credentials_is_an_error_before_anything_is_tokenised(
+    wire, bucket, on, monkeypatch
+):
     with pytest.raises(
         StoreError, match=r"^cache_dir: s3://not-there/x: nothing there: no such file, folder or"
     ):
@@ -106,6 +110,11 @@ def test_a_bucket_that_is_missing_or_read_only_is_an_error_before_anything_is_to
     on("one")
     wire.refused = 50
     assert "is fetched" in on("other", tokenises=False)[1][0], "it is only read there"
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(key)
+    import_module("s3fs").S3FileSystem.clear_instance_cache()
+    with pytest.raises(StoreError, match=r"^cache_dir: s3://.*no credentials for s3://"):
+        on("third", tokenises=False)
 
 
 def test_a_stop_while_it_is_fetched_leaves_nothing_half_made(wire, on, tmp_path):

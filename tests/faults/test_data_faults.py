@@ -94,6 +94,7 @@ def test_a_broken_line_is_named_or_counted(tmp_path, case):
     with pytest.raises(DataError) as caught:
         read(file)
     assert caught.value.message.startswith(f"{file}:3: {cause}")
+    assert caught.value.message.count(f"{file}:3") == 1
     rows, counted = read(file, on_bad_row="skip")
     assert counted == [reason]
     assert len(rows) == (GOOD + GOOD + line).count(GOOD)
@@ -191,6 +192,7 @@ def test_a_bad_row_is_named_with_its_field_its_value_and_what_is_accepted(case):
     format, fields, message = BAD_ROWS[case]
     with pytest.raises(BadRow, match=f"^rows.jsonl:7: field .*{message}") as caught:
         to_example(Row("rows.jsonl:7", fields), format=format)
+    assert caught.value.message.count("rows.jsonl:7") == 1
     assert caught.value.hint
     assert caught.value.reason
 

@@ -44,6 +44,8 @@ def test_what_is_no_method_is_refused_and_what_cannot_run_is_left_out_with_its_r
     ended = call(*words, "--tunings", "full", "--precision", "fp16")
     ended.ends(2, "no method could be trained")
     assert "full is left out: " in ended.out
+    out = call(*words, "--tunings", "lomo,lora", "--precision", "bf16-master").ends(0, "lomo is left out: ")
+    assert out.rsplit("learning rate", 1)[1].splitlines()[1].split()[0] == "lora"
 
 
 def test_each_method_keeps_the_global_batch_scales_the_learning_rate_and_is_sent_to_a_place_of_its_own(

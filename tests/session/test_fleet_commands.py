@@ -215,14 +215,14 @@ def test_free_nodes_that_nobody_told_and_nobody_was_asked_for_are_said_to_be_ass
     assert "all nodes are free: slow" in asked
 
 
-def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs, tmp_path):
+def test_a_cluster_that_does_not_answer_is_an_error(cluster_programs, tmp_path, monkeypatch):
     text = FLEET.replace("gpu: l40s", "live: nodes, gpu: l40s")
     assert plan_on_fleet(recipe_of(), request_of(tmp_path, text)).best.is_free  # nobody asked
     pods = cluster_programs / "pods.json"
     for break_it, why in (
         (pods.unlink, "kubectl --context east get .*"),
         (lambda: pods.write_text("no JSON"), "it did not answer in JSON"),
-        ((cluster_programs / "kubectl").unlink, ""),
+        (lambda: monkeypatch.setenv("PATH", str(tmp_path)), "there is no program kubectl here"),
     ):
         break_it()
         with pytest.raises(HardwareError, match=f"cluster fast cannot be asked what is free: .*{why}"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fitune.errors import RecipeError
+from fitune.errors import DataError, RecipeError
 from fitune.recipe.recipe import canonical_keys, parse_recipe
 from fitune.recipe.strict_yaml import parse_value
 from fitune.session.planning import plan_for
@@ -32,6 +32,12 @@ def test_nobody_is_asked_when_all_is_given():
         "gpu": "auto",
     }  # as others name them
     assert asked_keys(given, ask=None, say=print) == {"model": "a", "data": "b", "tuning": "lora"}
+
+
+def test_data_that_is_not_there_is_refused_where_nobody_is_asked(tmp_path):
+    words = [word for key, value in GIVEN.items() for word in (f"--{key}", value)]
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
+        ask_and_write([str(tmp_path / "recipe.yaml"), *words], overwrite=False, ask=None, say=print)
 
 
 def test_without_a_terminal_what_has_no_usual_answer_is_needed():
