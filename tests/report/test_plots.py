@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 import warnings
 from functools import cache
 from itertools import pairwise
@@ -12,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fitune.errors import MissingExtra
 from fitune.report import comparison_plots, plots, run_plots
 from fitune.report.compare import compare
 from fitune.report.plots import SERIES
@@ -20,6 +18,7 @@ from fitune.units import format_number
 from fitune.values.predictions import Phase
 from report.conftest import make_steps
 
+pytest.importorskip("matplotlib")
 pytest.importorskip("matplotlib")
 MIB = 1024**2
 
@@ -169,9 +168,3 @@ def test_the_running_mean_of_a_straight_line_is_that_line():
     smooth = run_plots.running_mean(line)
     assert [value for _, value in smooth] == pytest.approx([value for _, value in line])
     assert run_plots.running_mean([(1, math.nan), (2, 2.0)]) == [(2, 2.0)]
-
-
-def test_without_matplotlib_the_command_is_named(steps, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=r"fitune\[plots\]"):
-        run_plots.loss_curve(steps)
