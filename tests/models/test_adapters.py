@@ -1,14 +1,20 @@
 """Adapters are where the plan says, in the dtype it says, and start as nothing."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fitune.models.adapters import add_adapters
+from fitune.train.prepare import prepare_loaded
+from fitune.values.counts import count_parameters
+from fitune.values.model.model_config import load_model_spec
 from fitune.values.plan import Lora
-from models.tiny_models import tiny_model
+from models.streams import forward_backward, make_rows, optimizer_step, stream_of
+from models.tiny_models import load, tiny_model
+from plans import plan_for
 
 TARGETS = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn", "c_fc")}
 
@@ -65,3 +71,27 @@ def test_the_seed_decides_the_start():
     name = next(key for key in first if "lora_A" in key)
     assert torch.equal(first[name], same[name])
     assert not torch.equal(first[name], other[name])
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_the_two_weights_of_a_learned_activation_are_counted_trained_with_all_and_frozen_under_adapters(
+    tuning, tmp_path, traces
+):
+    """Apertus: xIELU has two in each block."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("apertus", vocab_size=97, num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    spec = load_model_spec(str(tmp_path))
+    attention = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 8  # norms of queries and keys
+    assert count_parameters(spec).total == 2 * (attention + 2 * 32 * 64 + 2 * 32 + 2) + 2 * 97 * 32 + 32
+    plan = replace(plan_for(spec, tuning=tuning, rows=1, seq_len=32), model_path=spec.name)
+    model = load(spec.name)
+    learned = {name: p for name, p in model.named_parameters() if "alpha" in name}
+    before = {name: p.detach().clone() for name, p in learned.items()}
+    engine = prepare_loaded(model, plan).engine
+    forward_backward(engine, stream_of(make_rows((9, 14))))
+    optimizer_step(engine, 1e-2)
+    assert len(learned) == 4
+    moved = {name for name, p in learned.items() if not torch.equal(p, before[name])}
+    assert moved == (set(learned) if tuning == "full" else set())
