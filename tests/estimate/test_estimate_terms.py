@@ -18,9 +18,9 @@ from fitune.values.predictions import Phase
 from plans import CPU, gpu, known, plan_for, small_llama
 
 
-def kept_per_token(plan, *, rows=1):
+def kept_per_token(plan, *, rows=1, **where):
     shape = BatchShape(tokens=1024, supervised_tokens=1024, rows=rows)
-    return sum(stage.kept for stage in block_stages(plan, shape)) / 1024
+    return sum(stage.kept for stage in block_stages(plan, shape, **where)) / 1024
 
 
 @pytest.mark.parametrize(
@@ -75,18 +75,22 @@ def test_lora_on_queries_and_values_alone_drops_the_inputs_nobody_needs():
     assert every - two == 2 * 4096 + 2 * 14336 + 2 * 4096 + 2 * 16 * 5
 
 
-def test_dropout_keeps_an_input_and_a_mask_for_each_linear():
-    """Each target keeps its own dropped copy and a mask of one byte on CUDA: + 3·in per target, − 4h − 2f."""
+@pytest.mark.parametrize("gradient_enters", [True, False])
+def test_dropout_keeps_an_input_and_a_mask_for_each_linear(gradient_enters):
+    """Each target keeps its own dropped copy and a mask of one byte on CUDA: + 3·in per target, − 4h − 2f. No gradient
+    goes into the first block, through what queries, keys and values dropped: no masks of theirs, − 3h."""
     model, card = known("llama-3-8b"), gpu("h100")
     dropped, undropped = (
         kept_per_token(
-            plan_for(model, precision="bf16", hardware=card, attention="flash", tuning="lora", dropout=p)
+            plan_for(model, precision="bf16", hardware=card, attention="flash", tuning="lora", dropout=p),
+            gradient_enters=gradient_enters,
         )
         for p in (0.1, 0.0)
     )
     inputs = 6 * 4096 + 14336
     shared = 2 * 4096 + 14336  # the output projection's input is kept by attention in any case
-    assert dropped - undropped == 3 * inputs - 2 * shared
+    masks_of_the_first = 0 if gradient_enters else 3 * 4096
+    assert dropped - undropped == 3 * inputs - 2 * shared - masks_of_the_first
 
 
 def test_a_block_of_liger_keeps_two_norms_with_their_outputs_and_no_work_of_the_gate():

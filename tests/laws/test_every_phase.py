@@ -230,3 +230,5 @@ def test_a_moment_is_the_rehearsed_one(family, different, choice, phases, within
         plan = replace(plan, tuning=replace(plan.tuning, dora=True))
     off = hidden_states_off(plan, config)
     assert {phase: hidden for phase, hidden in off.items() if phase in phases and abs(hidden) > within} == {}
+    if plan.attention == "eager":  # in forward a row's scores are let go before the next row's: too high
+        assert off[Phase.FORWARD] > -within, off

@@ -182,6 +182,7 @@ def test_gpus_that_neither_nvml_nor_torch_can_describe_are_not_taken_for_a_proce
         ("0,7,1", [0]),
         ("0,0", [0]),
         ("GPU-77aa", [1]),
+        (" 1 , GPU-5f1d", [1, 0]),
     ],
 )
 def test_cuda_visible_devices(visible, indices):

@@ -128,3 +128,5 @@ def test_a_processor_answers_in_fp32_and_the_numbers_are_in_the_data():
     chosen = report.data()["chosen"]
     assert (chosen["precision"], chosen["batch_size"]) == ("fp32", 4)
     assert chosen["peak_bytes"] == report.chosen.memory.peak_bytes
+    assert report.data()["cost"] is None
+    assert "an upper bound" in report.text()

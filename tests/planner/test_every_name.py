@@ -1,4 +1,9 @@
-"""Every built-in name is planned, or refused in a sentence of the planner's own; nothing is traced."""
+"""Built-in names are planned, or refused in a sentence of the planner's own; nothing is traced.
+
+What a traced one is planned with is held by rehearse/test_shipped_profiles.py, for every config.
+"""
+
+import pytest
 
 from fitune.errors import FituneError
 from fitune.planner.search import find_plan
@@ -8,16 +13,24 @@ from fitune.values.model.model_config import load_model_spec
 from fitune.values.model.tracer import trace_with
 from plans import gpu
 
+TRACED = sorted({*known_model_names()} - {*names_with_formulas()})
 
-def test_every_name_is_planned_or_refused_in_a_sentence():
-    """An eighth of those that are traced, and some of the others, on machines that hold all of them."""
+
+@pytest.mark.parametrize(
+    ("names", "nodes"),
+    [
+        ([*TRACED[4::8], *names_with_formulas()[::20]], 4),  # machines that hold all of them
+        pytest.param(names_with_formulas(), 1, marks=pytest.mark.weekly),
+    ],
+    ids=["some", "all with formulas"],
+)
+def test_a_name_is_planned_or_refused_in_a_sentence(names, nodes):
     trace_with(None)
-    traced = sorted({*known_model_names()} - {*names_with_formulas()})
-    for name in [*traced[4::8], *names_with_formulas()[::20]]:
+    for name in names:
         recipe = parse_recipe({"model": name, "data": ["rows.jsonl"], "tuning": "adalomo"})
         refused = ""
         try:
-            find_plan(recipe, model=load_model_spec(name), hardware=gpu("h100", gpus=8, nodes=4))
+            find_plan(recipe, model=load_model_spec(name), hardware=gpu("h100", gpus=8, nodes=nodes))
         except FituneError as error:
             refused = error.message
         assert "trace" not in refused, f"{name}: {refused}"

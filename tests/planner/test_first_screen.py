@@ -71,6 +71,7 @@ NOTHING = (
     "--model meta-llama/Llama-3.1-405B --gpu rtx-3090 --tuning qlora",
     "--model meta-llama/Llama-3.1-8B --gpu rtx-4090 --tuning lora --seq-len 16384 --micro-batch-size 4 "
     "--gradient-checkpointing false",
+    *(pytest.param(drawn(seed), marks=pytest.mark.slow) for seed in (9, 12, 157)),
 )
 
 
@@ -177,8 +178,9 @@ def test_where_nothing_fits_need_and_limit_are_said(nothing):
     screen = screen_of_nothing(error, as_options=True)
     lines, asked = screen.splitlines(), typed_in(words)
     verdict = " ".join(screen.split("\n  needed   ")[0].split())
+    cards = f"{asked.get('--gpus', 1)} × {asked['--gpu']}"
     assert verdict.startswith(f"✘ DOES NOT FIT {asked['--model']} · ")
-    assert verdict.rsplit(" (", 1)[0].endswith(f" · {asked['--tuning']} · 1 × {asked['--gpu']}")
+    assert verdict.rsplit(" (", 1)[0].endswith(f" · {asked['--tuning']} · {cards}")
     assert any(line.startswith("  usable   ") and line.endswith(" short") for line in lines)
     assert error.facts["needed_bytes"] > error.facts["usable_bytes"] > 0
     assert_one_screen(lines)
