@@ -61,13 +61,6 @@ def test_what_a_scoring_cannot_take_is_said(wrong, said):
     assert said in str(refused.value)
 
 
-def test_what_is_asked_of_answers_reaches_the_scoring():
-    sampling = {"temperature": 0.5, "top_p": 0.25, "seed": 7, "max_new_tokens": 2}
-    plan = plan_from(score_recipe(**ASKED, **sampling, id_column="name", chat_template="own.jinja", out="o"))
-    assert plan.sampling == Sampling(**sampling)
-    assert (plan.id_column, plan.chat_template) == ("name", "own.jinja")
-
-
 def test_numbers_of_a_row_or_a_chat_are_checked_by_the_same_keys():
     assert checked_recipe(ScoreRecipe, top_p=0.5, seed=7).seed == 7
     with pytest.raises(RecipeError, match="top_p = 2: must be at most 1"):

@@ -133,7 +133,7 @@ def trains(plan):
     [(0, 193), pytest.param(0, 7, marks=pytest.mark.slow), pytest.param(3, 7, marks=pytest.mark.weekly)],
 )
 def test_a_sample_of_all_plans_trains(first, every):
-    """By steps that divide none of the choices: two samples by sevens have all that each method can be combined with."""
+    """Sevens divide none of the choices: two samples by them have all that each method can be combined with."""
     assert len(every_plan()) > 3000
     sevens = (*every_plan()[::7], *every_plan()[3::7])
     assert combinations(sevens) == combinations(every_plan())
