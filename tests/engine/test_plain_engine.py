@@ -199,14 +199,25 @@ def test_every_weight_moves_in_16_bit(optimizer, dtype):
     assert (weight < 0.8).all()
 
 
+SGD = Lomo(adaptive=False, clip=UNCLIPPED)
+
+
 @pytest.mark.parametrize(
-    "tuning", [Full(), Lomo(adaptive=True, clip=UNCLIPPED), Lomo(adaptive=False, clip=UNCLIPPED)]
+    ("tuning", "dtype"),
+    [
+        (Full(), torch.float32),
+        (Lomo(adaptive=True, clip=UNCLIPPED), torch.float32),
+        (SGD, torch.float32),
+        (SGD, torch.float16),  # it decays in another place there
+    ],
 )
-def test_biases_of_two_axes_take_no_weight_decay(tuning):
+def test_biases_of_two_axes_take_no_weight_decay(tuning, dtype):
     """gpt-oss has one bias for each expert: ``gate_up_proj_bias``. Without a gradient only decay moves a weight."""
     names = ("experts.gate_up_proj", "experts.gate_up_proj_bias", "linear.bias", "norm.weight")
     shapes = ((2, 3), (2, 3), (3,), (3,))
-    weights = {name: nn.Parameter(torch.ones(shape)) for name, shape in zip(names, shapes, strict=True)}
+    weights = {
+        name: nn.Parameter(torch.ones(shape, dtype=dtype)) for name, shape in zip(names, shapes, strict=True)
+    }
     if isinstance(tuning, Full):
         optimizer = DirectOptimizer(weights, AdamW(weight_decay=0.5))
         for weight in weights.values():
@@ -219,6 +230,7 @@ def test_biases_of_two_axes_take_no_weight_decay(tuning):
         for name, weight in weights.items():
             rule.use(name, torch.zeros_like(weight), learning_rate=0.1, factor=1.0)
     assert [name for name, weight in weights.items() if (weight != 1).any()] == ["experts.gate_up_proj"]
+    assert weights["experts.gate_up_proj"].mean().item() == pytest.approx(1 - 0.1 * 0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "jamba"])
