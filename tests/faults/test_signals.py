@@ -73,7 +73,8 @@ def test_one_signal_lets_the_step_be_finished_and_the_second_stops_at_once(
 
 @pytest.fixture
 def stopped_in(monkeypatch):
-    """Let a function be stopped by a signal as soon as it is called."""
+    """Let a function be stopped by a signal as soon as it is called; Ctrl-C is Python's own, as in a terminal."""
+    before = signal.signal(INT, signal.default_int_handler)
 
     def stop(target, number):
         owner, _, name = target.rpartition(".")
@@ -84,7 +85,8 @@ def stopped_in(monkeypatch):
 
         monkeypatch.setattr(pkgutil.resolve_name(owner), name, stopped)
 
-    return stop
+    yield stop
+    signal.signal(INT, before)
 
 
 @pytest.mark.parametrize(
