@@ -81,7 +81,8 @@ class Trainer:
     """Keys and values are repeated for every query head before flash attention (architectures.py)."""
     holds_inputs: bool = False
     """FSDP1 around reentrant checkpoints of frozen blocks: inputs and their gradients stay to the end of backward
-    (torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook)."""
+    (torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook) as
+    tests/laws/test_held_inputs.py shows."""
     default_buckets: bool = False
     """DeepSpeed's reduce bucket at its default of 5e8 elements, however little is trained."""
     eager_mlp: bool = False
