@@ -1,9 +1,10 @@
 """Kill -9 a training run again and again, damage what it left, and let it go on.
 
 Run as a program: ``killed_runs.py FOLDER MODEL DATA --kills N --seed S``. Each attempt is a forked child that
-runs ``fitune train --resume`` and dies before a random call of the operating system. Between two attempts a file of the
-checkpoints or the log may be flipped, truncated or deleted (exchanged ones: tests/faults/test_checkpoint_faults.py).
-Prints one JSON object of what was seen; anything that contradicts the two promises ends it with an AssertionError:
+runs ``fitune train --resume`` and dies before a random call of the operating system, or after a random time. Between
+two attempts a file of the checkpoints or the log may be flipped, truncated, deleted or exchanged with another. Prints
+one JSON object of what was seen, which FOLDER/seen.json has after every attempt, too, and a line an attempt on standard
+error; anything that contradicts the two promises ends it with an AssertionError:
 
 - a run that ends has the weights, losses and steps of the undisturbed one, bit for bit;
 - an attempt goes on from the newest checkpoint without damage, and names each newer one that it passes over.
@@ -17,6 +18,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from importlib import import_module
@@ -46,11 +48,13 @@ class Killer:
         self.metrics_damaged = False
         """Since a run last went on; one that is complete needs its last checkpoint to put them right."""
         self.seen = Counter()
+        self.began = time.monotonic()
 
     def undisturbed(self):
-        """The run that all others must end like, with its number of calls."""
+        """The run that all others must end like, with its number of calls and its seconds."""
         straight = self.folder / "straight"
         for name in ("warm", "straight"):
+            began = time.monotonic()
             code, calls = self._child(self.folder / name, count_only=True)
             assert code == 0, self._said()
             if (
@@ -59,22 +63,26 @@ class Killer:
                 for module in (self.folder / "modules").read_text().split():
                     with suppress(Exception):
                         import_module(module)
-        self.calls = calls
+        self.calls, self.seconds = calls, time.monotonic() - began
         self.weights = load_file(straight / "adapter" / "adapter_model.safetensors")
         self.losses = losses_in(straight)
         assert len(self.losses) == self.steps
 
     def attempt(self, *, to_its_end=False):
         expected, lost = self._expected()
+        how = "killed before a call"
         if to_its_end:
             code, _ = self._child(self.run)
         elif self.only_ending:  # evenly, so that no part of it is left out
             code, _ = self._child(self.run, calls=self.killed * self.calls // self.kills)
-        else:
+        elif self.random.random() < 0.7:
             code, _ = self._child(self.run, calls=self.random.randrange(self.calls))
+        else:
+            code, _ = self._child(self.run, seconds=self.random.uniform(0, self.seconds))
+            how = "killed after a time"
         self._require_right_start(expected, lost)
         if code == -signal.SIGKILL and not to_its_end:
-            self.seen["killed"] += 1
+            self.seen[how] += 1
             self._damage()
         elif code == 0:
             self._require_same_end()
@@ -91,17 +99,30 @@ class Killer:
             assert lost or "is not in checkpoints/" in self._said() or "LINE: " in self._said(), self._said()
             self._anew("refused: no checkpoint left, each named")
 
+    def tell(self):
+        """JSON of what was seen so far, which is written down, too."""
+        seen = json.dumps({"calls": self.calls, "killed": self.killed, **self.seen}, indent=1)
+        (self.folder / "seen.json").write_text(seen)
+        since = time.monotonic() - self.began
+        print(
+            f"{self.killed} of {self.kills} killed, {self.seen.total()} seen, {since:.0f} s", file=sys.stderr
+        )
+        return seen
+
     @property
     def killed(self):
-        return self.seen["killed"]
+        return self.seen["killed before a call"] + self.seen["killed after a time"]
 
-    def _child(self, run, *, calls=None, count_only=False):
+    def _child(self, run, *, calls=None, seconds=None, count_only=False):
         """The child's exit code, negative for a signal, and the number of its calls."""
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
             os._exit(self._train(run, write, calls, count_only=count_only))
         os.close(write)
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         counted = os.read(read, 100)
         os.close(read)
@@ -174,7 +195,7 @@ class Killer:
         self.metrics_damaged = False
 
     def _damage(self):
-        """With even odds one kind of damage to one file."""
+        """With even odds one kind of damage to one file, or to a whole checkpoint."""
         if self.only_ending or self.random.random() < 0.5:
             return
         files = [path for step in self._steps() for path in sorted(step.iterdir())]
@@ -182,14 +203,22 @@ class Killer:
         files = [path for path in files if path.is_file() and path.stat().st_size]
         if not files:
             return
-        damage, file = self.random.choice([flip, truncate, delete]), self.random.choice(files)
-        damage(file, self.random)
-        self.metrics_damaged |= file.parent == self.run
-        if file.parent.name.startswith("step-"):
-            self.damaged.add(file.parent.stat().st_ino)
+        kind = self.random.choice([flip, truncate, delete, swap_files, delete_step, swap_steps])
+        steps = self._steps()
+        if kind in (delete_step, swap_steps) and len(steps) > 1:
+            touched = kind(steps, self.random)
+        elif kind is swap_files:
+            touched = swap_files(*self.random.sample(files, 2)) if len(files) > 1 else []
+        else:
+            damage = kind if kind in (flip, truncate, delete) else flip
+            touched = damage(self.random.choice(files), self.random)
+        self.metrics_damaged |= self.run in touched
+        for path in touched:
+            if path.name.startswith("step-") and path.is_dir():
+                self.damaged.add(path.stat().st_ino)
         # The file system gives the number of a removed folder to the next one.
         self.damaged &= {path.lstat().st_ino for path in (self.run / "checkpoints").iterdir()}
-        self.seen[f"damage: {damage.__name__}"] += 1
+        self.seen[f"damage: {kind.__name__}"] += 1
 
 
 def losses_in(run):
@@ -200,14 +229,38 @@ def flip(file, chance):
     content = bytearray(file.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     file.write_bytes(content)
+    return [file.parent]
 
 
 def truncate(file, chance):
     os.truncate(file, chance.randrange(file.stat().st_size))
+    return [file.parent]
 
 
 def delete(file, chance):
     file.unlink()
+    return [file.parent]
+
+
+def swap_files(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    return [] if first == second else [one.parent, other.parent]
+
+
+def delete_step(steps, chance):
+    shutil.rmtree(chance.choice(steps))
+    return []
+
+
+def swap_steps(steps, chance):
+    one, other = chance.sample(steps, 2)
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+    return [one, other]
 
 
 def _die_before(calls, counted, *, after_step):
@@ -262,8 +315,9 @@ def main():
     gc.disable()
     while killer.killed < wanted.kills:
         killer.attempt()
+        killer.tell()
     killer.attempt(to_its_end=True)
-    print(json.dumps({"calls": killer.calls, "killed": killer.killed, **killer.seen}, indent=1))
+    print(killer.tell())
 
 
 def without_pictures(run):

@@ -2,8 +2,9 @@
 
 Run as a program: ``killed_ranks.py FOLDER MODEL DATA --kills N --seed S``. A full fine-tune in fp32 is divided by
 FSDP2 (ZeRO-3) over two processes and saves every step. Each attempt is ``fitune train --resume``, killed a random
-time after a random number of its steps. Prints one JSON object of what was seen; a run that does not end with the
-weights and losses of the undisturbed one, bit for bit, or leaves a process behind, ends it with an AssertionError.
+time after a random number of its steps. Prints one JSON object of what was seen, which FOLDER/seen.json has after every
+attempt, too, and a line an attempt on standard error; a run that does not end with the weights and losses of the
+undisturbed one, bit for bit, or leaves a process behind, ends it with an AssertionError.
 """
 
 import argparse
@@ -77,6 +78,14 @@ class Killer:
     def kills(self):
         return sum(count for name, count in self.seen.items() if name.startswith("killed"))
 
+    def tell(self):
+        """JSON of what was seen so far, which is written down, too."""
+        seen = {"steps": self.settings["max_steps"], "kills": self.kills, **self.seen}
+        text = json.dumps({**seen, "steps_done_at_kills": self.steps_at_kills}, indent=1)
+        (self.folder / "seen.json").write_text(text)
+        print(f"{self.kills} kills, after {self.steps_at_kills} steps", file=sys.stderr)
+        return text
+
     def _start(self, run):
         settings = dict(self.settings)
         if settings["async_save"] == "by turns":
@@ -149,9 +158,9 @@ def main():
     killer.undisturbed()
     while killer.kills < wanted.kills:
         killer.attempt()
+        killer.tell()
     killer.to_its_end()
-    seen = {"steps": wanted.steps, "kills": killer.kills, **killer.seen}
-    print(json.dumps({**seen, "steps_done_at_kills": killer.steps_at_kills}, indent=1))
+    print(killer.tell())
 
 
 if __name__ == "__main__":
