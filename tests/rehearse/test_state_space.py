@@ -66,14 +66,17 @@ def one_row(spec, *, tokens, **choice):
     ["granitemoehybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", *CHUNKS))],
 )
 def test_the_estimate_is_the_rehearsed_step(folder, model_type):
-    """At a row that is no whole number of chunks, and longer than those that were traced; one block runs again."""
+    """At rows that are no whole number of chunks, and longer than those that were traced."""
     spec = spec_of(folder, model_type)
     assert not spec.separates_rows
     assert spec.chunk == CHUNKS.get(model_type, CHUNK)
     assert spec.fp32_stream == model_type.startswith("mamba")
     chunk = max(CHUNK, spec.chunk)
-    for precision in (Precision.FP32, Precision.BF16_MASTER)[: 1 + spec.fp32_stream]:
-        plan = one_row(spec, tokens=9 * chunk - 1, tuning="lora", recompute=1)
+    cases = [(3 * chunk + 5, 0, Precision.FP32), (9 * chunk - 1, 2, Precision.FP32)]
+    if spec.fp32_stream:
+        cases += [(tokens, recompute, Precision.BF16_MASTER) for tokens, recompute, _ in cases]
+    for tokens, recompute, precision in cases:
+        plan = one_row(spec, tokens=tokens, tuning="lora", recompute=recompute)
         plan = replace(plan, precision=precision)
         trace, _ = trace_plan(plan, model_config(spec.name), exact=True)
         rehearsed = peaks_by_kind(trace, on_cuda=False)
