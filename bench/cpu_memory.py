@@ -21,7 +21,7 @@ from fitune.estimate.predict import predict_memory
 from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
 from fitune.session.proving.steps import RowStream, random_rows
-from fitune.train.prepare import prepare_loaded
+from fitune.train.prepare import Prepared, prepare_loaded
 from fitune.units import GIB, format_bytes
 from fitune.values.machines.gpus import cpu_gpu, hardware_for
 from fitune.values.model.block_profile import BatchShape
@@ -97,11 +97,17 @@ def plans(model: ModelSpec) -> Iterator[Plan]:
 
 
 def measured_peaks(plan: Plan, rows: RowStream, *, mesh: "DeviceMesh | None" = None) -> dict[Phase, int]:
-    """Live tensor bytes by phase of the third step of a freshly made model, on this rank of ``mesh``."""
+    """Live tensor bytes by phase of a step of a freshly made model, on this rank of ``mesh``: the second; with others
+    the third."""
     torch.manual_seed(0)
     config = LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})
     model = LlamaForCausalLM(config).to(compute_dtype(plan.precision))
-    prepared = prepare_loaded(model, plan, mesh=mesh)
+    # optimizer states appear, then DDP's buckets find their order
+    return peaks_of_step(prepare_loaded(model, plan, mesh=mesh), plan, rows, before=1 if mesh is None else 2)
+
+
+def peaks_of_step(prepared: Prepared, plan: Plan, rows: RowStream, *, before: int = 1) -> dict[Phase, int]:
+    """Live tensor bytes by phase of a step after ``before`` others."""
 
     def step(enter: EnterPhase) -> None:
         for number in range(plan.batch.accumulation):
@@ -111,7 +117,7 @@ def measured_peaks(plan: Plan, rows: RowStream, *, mesh: "DeviceMesh | None" = N
             )
         prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
 
-    for _ in range(1 if mesh is None else 2):  # optimizer states appear, then DDP's buckets find their order
+    for _ in range(before):
         step(lambda phase: None)
     tracker = LiveTensors(prepared.resident_tensors(), prepared.host)
     with tracker:

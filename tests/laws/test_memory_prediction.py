@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fitune.measure.memory import LiveTensors
 from fitune.models.weights import compute_dtype
 from fitune.rehearse.step import record_step
 from fitune.train.prepare import prepare_loaded
@@ -49,17 +48,7 @@ def measured_peak(config, plan, rows):
     """Of a real step of random weights, the second."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(compute_dtype(plan.precision))
-    prepared = prepare_loaded(model, plan)
-
-    def step(enter):
-        prepared.engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=enter)
-        prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
-
-    step(lambda phase: None)
-    tracker = LiveTensors(prepared.resident_tensors())
-    with tracker:
-        step(tracker.enter)
-    return max(tracker.peaks.values())
+    return max(bench.peaks_of_step(prepare_loaded(model, plan), plan, rows).values())
 
 
 def test_written_out_attention_is_predicted():

@@ -24,7 +24,6 @@ from transformers import (
 from conftest import plan_of
 from fitune.errors import ModelError
 from fitune.estimate.parameters import count_parameters
-from fitune.measure.memory import LiveTensors
 from fitune.models.adapter_file import check_adapter
 from fitune.models.adapters import load_adapter
 from fitune.models.readers import text_config
@@ -132,18 +131,9 @@ def test_the_peak_is_the_predicted_one(kind, folder, data_file, tuning, traces):
     held = sum(p.numel() for name, p in prepared.model.whole.named_parameters() if "lora_" not in name)
     assert held == count_parameters(plan.model).total
     rows = bench.random_rows((64,) * plan.batch.micro_batch_size, vocab_size=384)
-
-    def step(enter):
-        for _ in range(plan.batch.accumulation):
-            prepared.engine.forward_backward(rows, divisor=rows.supervised_tokens, enter_phase=enter)
-        prepared.engine.update(learning_rate=1e-4, enter_phase=enter)
-
-    step(lambda phase: None)
-    tracker = LiveTensors(prepared.resident_tensors())
-    with tracker:
-        step(tracker.enter)
     predicted = max(bench.predicted_peaks(plan, rows).values())
-    assert max(tracker.peaks.values()) == pytest.approx(predicted, rel=0.01)
+    measured = max(bench.peaks_of_step(prepared, plan, rows).values())
+    assert measured == pytest.approx(predicted, rel=0.01)
 
 
 def test_an_adapter_fits_the_whole_that_users_load(kind, folder, data_file, untraced):

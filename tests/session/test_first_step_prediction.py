@@ -119,8 +119,9 @@ def test_predicted_and_measured_peak_are_the_highest_of_the_run(plan_of_rows, mo
     loader = loader_of_rows(plan, rows)
     said = predict_run(only(plan), loader, after=0).estimate.memory
     measured = peaks_of(plan, loader)
-    all_steps = lambda *_, total, **__: set(range(total))  # noqa: E731
-    monkeypatch.setattr(sys.modules["fitune.train.loop"], "steps_to_measure", all_steps)
+    monkeypatch.setattr(
+        sys.modules["fitune.train.loop"], "steps_to_measure", lambda *_, total, **__: set(range(total))
+    )
     highest = max(peaks_of(plan, loader).values())
     assert max(measured.values()) == highest
     assert said.tensor_peak_bytes == pytest.approx(highest, rel=0.01)

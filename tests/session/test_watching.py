@@ -128,8 +128,11 @@ def test_a_run_that_is_yet_to_begin_is_waited_for(run, tmp_path):
 @pytest.mark.parametrize("place", ["", "never"], ids=["a lock that nobody holds", "no folder"])
 def test_waiting_for_a_run_ends_at_a_signal(tmp_path, place):
     (tmp_path / "run.lock").touch()
-    ask = lambda line: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-    assert not watch_run(tmp_path / place, log=ask, every_s=0.05)
+
+    def stop(line):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert not watch_run(tmp_path / place, log=stop, every_s=0.05)
 
 
 @pytest.mark.parametrize("place", ["", "photo.jpg"], ids=["a folder", "a file"])

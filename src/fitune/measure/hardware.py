@@ -231,7 +231,7 @@ def cpu_cores(*, cgroup: Path = _CGROUP, membership: str | None = None) -> int:
 
 
 def _limits(cgroup: Path, membership: str | None, *, file: str, controller: str = "") -> list[str]:
-    """What ``file`` says on the way from the process's own cgroup up to the root; ``membership`` is /proc/self/cgroup.
+    """Returns the text of ``file`` in the process's own cgroup and in each above it. ``membership``: /proc/self/cgroup.
 
     Its lines are ``0::/path`` (version 2, no controller) or ``4:memory:/path`` (version 1).
     """

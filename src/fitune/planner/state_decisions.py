@@ -22,7 +22,7 @@ from fitune.values.rules import keeps_rules
 from fitune.values.words import describe_dropout, describe_offload, describe_sharding, method_name
 
 NO_GPU, HOST_ASSUMED = "note on gpu: no GPU", "note on the host"
-"""What notes begin with that the first screen says in its own place."""
+"""The first words of two notes. The first screen shows their facts elsewhere, and leaves these notes out."""
 
 
 def devices_here(asked: Recipe, request: Request, plan: Plan) -> Iterator[str]:
