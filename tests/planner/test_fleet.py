@@ -212,7 +212,7 @@ def test_fleet_files_that_cannot_be_used(tmp_path, text, words):
     [
         ("gpus: 8", "gpu is missing", "gpu: h100 (80GB lists cards of its size)"),
         ("gpu: h1000", "gpu = 'h1000'", "did you mean 'h100'? gpu: 24GB lists the cards of that size"),
-        ("gpu: v100", "gpu = 'v100'", "gpu: with one of: "),
+        ("gpu: v100", "gpu = 'v100'", "gpu: one of v100-16gb"),
         ("gpu: 2xA100-80GB", "gpu = '2xA100-80GB'", "gpu: a100-80gb, gpus: 2"),
         ("gpu: h100, price: -1", "price = -1", "price: 2.50"),
         ("gpu: h100, kind: mesos", "kind = 'mesos': ", "kind: kuberay, kubernetes or slurm"),

@@ -55,8 +55,8 @@ def test_every_spelling_is_found_and_a_canonical_name_is_itself():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("v100", "try: --gpu with one of: v100-16gb (16 GB), v100-32gb (32 GB)"),
-        ("4060ti", "try: --gpu with one of: rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)"),
+        ("v100", "try: --gpu one of v100-16gb (16 GB), v100-32gb (32 GB)"),
+        ("4060ti", "try: --gpu one of rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)"),
         ("NVIDIA GeForce RTX 5060 Ti", "5060TI comes with 8 GB or 16 GB"),
         ("rtx-4090-48gb", "4090 comes with 24 GB"),
         ("rtx-4091", "did you mean 'rtx-4090'?"),

@@ -63,8 +63,7 @@ def _card_of(name: str) -> Card:
         raise HardwareError(
             f"gpu = {name!r}: {cards[0].key.upper()} comes with "
             + " or ".join(f"{card.advertised_gb} GB" for card in cards),
-            hint="--gpu with one of: "
-            + ", ".join(f"{card.gpu.name} ({card.advertised_gb} GB)" for card in cards),
+            hint="--gpu one of " + ", ".join(f"{card.gpu.name} ({card.advertised_gb} GB)" for card in cards),
         )
     _refuse_elsewhere(name, key)
     _refuse_slips(name)
@@ -142,7 +141,7 @@ def _refuse_size(name: str, text: str) -> None:
     cards = [card.gpu.name for card in known_cards() if card.advertised_gb == int(size[1])]
     raise HardwareError(
         f"gpu = {name!r} is a size, not a card",
-        hint=f"--gpu with one of {size[1]} GB: {', '.join(cards)}" if cards else BY_FIGURES,
+        hint=f"--gpu one of {size[1]} GB: {', '.join(cards)}" if cards else BY_FIGURES,
     )
 
 
