@@ -181,6 +181,12 @@ def taken_first(found: Sequence[StepStages], *, packed: bool) -> list[StepStages
     return [chosen, *sorted(others, key=tokens_per_second, reverse=True)]
 
 
+def least_speeds(best: float, plain: float) -> tuple[float, float]:
+    """Speeds below which ``taken_first`` does not take a plan that offloads nothing, and one that does; ``best`` is the
+    best speed found so far, ``plain`` that of plans that offload nothing."""
+    return max(TIE * plain, OFFLOADED * best), TIE * max(best, plain / OFFLOADED)
+
+
 def preferred(fitting: Sequence[StepStages], *, by: Callable[[StepStages], int]) -> StepStages:
     """The fastest; among those within 1 % of it the one with the least ``by``."""
     return min(_fast_enough(fitting, INDISTINGUISHABLE), key=by)

@@ -37,6 +37,7 @@ from fitune.planner.fit import (
     fits,
     host_fits,
     last_true,
+    least_speeds,
     peak_of,
     preferred,
     quickest_blocks,
@@ -74,15 +75,20 @@ class MethodSearch:
     def _keeps_rules(self, placement: Placement, batch: Batch) -> bool:
         return keeps_rules(replace(self.draft(placement), batch=batch), *self.request.purposes)
 
-    def fastest(self) -> tuple[StepStages, ...]:
-        """The plan to take, then the best of every other placement and batch looked at; empty when none fits."""
+    def fastest(self, *, alone: bool = False) -> tuple[StepStages, ...]:
+        """The plan to take, then the best of every other placement and batch looked at; empty when none fits.
+
+        ``alone``: nothing is looked for that would only be shown beside the plan to take.
+        """
         found: list[StepStages] = []
         best = plain = 0.0
         for bound, placement, step in self._by_bound():
-            if bound < SHOWN * best:
-                break
             # what offloads is neither taken nor named where it is no faster than what does not
-            at_least = SHOWN * best if placement.is_plain else max(SHOWN * best, plain)
+            shown = SHOWN * best, max(SHOWN * best, plain)
+            stays, offloads = least_speeds(best, plain) if alone else shown
+            if bound < min(stays, offloads):
+                break
+            at_least = stays if placement.is_plain else offloads
             if bound < at_least:
                 continue
             fitting = self._fastest_that_fits(step, at_least=at_least)
