@@ -117,7 +117,6 @@ def why_merged_first(config: AdapterConfig) -> str:
             f"init_lora_weights {config.init_lora_weights}, which changes the base weights",
         ),
         (bool(config.modules_to_save), f"modules trained whole ({', '.join(config.modules_to_save or [])})"),
-        (config.bias != "none", f"bias {config.bias}"),
         (bool(config.rank_pattern or config.alpha_pattern), "ranks or alphas that differ between modules"),
         (not rounded_rank(config.r), f"rank {config.r}, at most {LORA_RANKS[-1]}"),
     )
