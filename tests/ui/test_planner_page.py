@@ -13,7 +13,7 @@ from fitune.errors import RecipeError
 from fitune.report.local_pages import local_app
 from fitune.session import planner_page
 from fitune.session.clusters.fleet import FleetRequest, plan_on_fleet
-from fitune.session.planning import plan_on_data
+from fitune.session.planning import plan_for, plan_on_data
 from fitune.session.recipes.reading import recipe_of
 from fitune.units import format_bytes, format_rate
 from fitune.values.machines.hardware import Measured
@@ -176,6 +176,20 @@ def test_an_error_is_the_plain_message(client, question, said):
     assert reply.status_code == 200
     assert said in text_of(reply.text)
     assert client.get("/secret/ways", params=question).text == ""
+
+
+def test_a_question_that_nothing_fits_is_planned_once(ask, monkeypatch):
+    plans = []
+
+    def counted(recipe, **settings):
+        plans.append(recipe.model)
+        return plan_for(recipe, **settings)
+
+    monkeypatch.setattr(planner_page, "plan_for", counted)
+    question = {"model": "qwen2.5-14b", "gpu": "t4", "tuning": "full"}
+    assert "DOES NOT FIT" in text_of(ask("answer", question))
+    assert ask("ways", question) == ""
+    assert plans == ["qwen2.5-14b"]
 
 
 def test_a_pasted_config_plans_as_the_model_of_that_config(ask):

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from html import unescape
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -99,6 +100,20 @@ def test_a_damaged_run_is_said_and_the_others_are_shown(ask, folder):
     assert "plan.json" in rows["second"][1]
     assert "complete" in rows["first"][1]
     assert "plan.json" in text_of(ask("run", name="second"))
+
+
+def test_a_run_that_is_deleted_while_the_page_looks_is_said_to_be_gone(ask, folder, monkeypatch):
+    seen = {file for file in folder.rglob("*") if file.is_file()}
+
+    def looked_at(path):
+        if "second" in path.parts:
+            shutil.rmtree(folder / "second", ignore_errors=True)
+        return path in seen
+
+    monkeypatch.setattr(Path, "is_file", looked_at)
+    rows = rows_of(ask("runs-table"))
+    assert "no such run directory" in rows["second"][1]
+    assert "complete" in rows["first"][1]
 
 
 def test_a_folder_that_is_itself_a_run_is_shown(folder):

@@ -7,6 +7,7 @@ A model is a name of the built-in table or a config.json that was pasted: no pat
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -124,20 +125,23 @@ def _without(question: Mapping[str, str], *keys: str) -> tuple[tuple[str, str], 
 
 
 @lru_cache(maxsize=64)  # the verdict and the ways ask for the same
-def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport]:
-    """The plan as the command line makes it, with its run on so many full rows. Raises FituneError."""
-    asked = read_question(dict(question))
-    report = plan_for(asked.recipe, model=asked.model)
-    run = _run(asked, report.taken.plan, report.price_per_gpu_hour) if asked.rows else None
+def _planned(question: tuple[tuple[str, str], ...]) -> tuple[Asked, PlanReport] | FituneError:
+    """The plan as the command line makes it, with its run on so many full rows; or the error that it ends with."""
+    try:
+        asked = read_question(dict(question))
+        report = plan_for(asked.recipe, model=asked.model)
+        run = _run(asked, report.taken.plan, report.price_per_gpu_hour) if asked.rows else None
+    except FituneError as error:
+        return error.with_traceback(None)  # it is kept, and would keep all that the search held
     return asked, replace(report, run=run)
 
 
 def answer(question: Mapping[str, str]) -> str:
     """HTML of the verdict, or of the error that the command line prints. Raises nothing."""
-    try:
-        asked, report = _planned(_without(question, "fleet"))
-    except FituneError as error:
-        return _refused(error)
+    found = _planned(_without(question, "fleet"))
+    if isinstance(found, FituneError):
+        return _refused(found)
+    asked, report = found
     return _shown(asked, report, _command(asked.recipe))
 
 
@@ -195,11 +199,12 @@ def _command(recipe: Recipe) -> str:
 
 def ways(question: Mapping[str, str]) -> str:
     """HTML of the ways that fit, and of the first screen; empty where the answer is an error. Raises nothing."""
-    try:
-        asked, report = _planned(_without(question, "fleet"))
-        return _table(asked, report, _command(asked.recipe))
-    except FituneError:
-        return ""
+    found = _planned(_without(question, "fleet"))
+    if not isinstance(found, FituneError):
+        asked, report = found
+        with suppress(FituneError):
+            return _table(asked, report, _command(asked.recipe))
+    return ""
 
 
 def _table(asked: Asked, report: PlanReport, train: str) -> str:

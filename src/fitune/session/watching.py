@@ -179,21 +179,14 @@ class RunsFolder:
         """Folders with a plan.json, and the folder itself if it has one; the one that wrote last is first."""
         try:
             inside = [self.folder, *(one for one in self.folder.iterdir() if not one.is_symlink())]
-            found = sorted(
-                (one for one in inside if (one / "plan.json").is_file()), key=_last_written, reverse=True
-            )
+            runs = [one for one in inside if (one / "plan.json").is_file()]
         except OSError as error:
             raise RunDirectoryError(f"{self.folder}: cannot be read: {error.strerror or error}") from None
+        now, written = time.time(), ("report.json", "metrics.jsonl", "plan.json")
+        found = sorted(runs, key=lambda one: min(_age(one / name, now) for name in written))
         names = {one.name if one != self.folder else ".": one for one in islice(found, MOST_RUNS)}
         self._views = {name: self._views.get(name) or RunView(one) for name, one in names.items()}
         return self._views
-
-
-def _last_written(directory: Path) -> float:
-    for name in ("report.json", "metrics.jsonl", "plan.json"):
-        if (file := directory / name).is_file():
-            return file.stat().st_mtime
-    return 0.0
 
 
 def _row(name: str, view: RunView) -> dict[str, Any]:
