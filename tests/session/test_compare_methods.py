@@ -88,6 +88,8 @@ def test_what_is_said_of_adapters_and_of_packed_bases_does_not_keep_other_method
     recipe = recipe_with(quantization_bits=8, lora_layers=[0])
     packed = {name for name in METHODS if method_recipe(recipe, name, Path("runs")).quantization_is_asked_for}
     assert packed == {"qlora", "hqq"}
+    unknown = recipe_with(lora_modules_to_save=["norm"], lora_target_modules=["no_proj"], learning_rate=1e-4)
+    assert method_recipe(unknown, "full", Path("runs")).learning_rate == pytest.approx(1e-5)
 
 
 def test_overwriting_a_comparison_scores_the_new_models(words, data_file, monkeypatch, call):

@@ -8,7 +8,7 @@ from typing import Any
 from fitune.errors import FituneError, RecipeError, did_you_mean
 from fitune.launch.signals import EXIT_CODES
 from fitune.planner.defaults import default_learning_rate, optimizer_of, staging_of
-from fitune.planner.methods import lomo_of, lora_of, packed_base
+from fitune.planner.methods import lomo_of
 from fitune.recipe.contradictions import ADAPTERS_ONLY
 from fitune.recipe.recipe import Recipe, given_keys, parse_recipe
 from fitune.recipe.score_recipe import score_recipe
@@ -22,8 +22,7 @@ from fitune.session.score.scoring import score_dataset
 from fitune.stores.opening import is_url
 from fitune.stores.writing import opened_store
 from fitune.units import text_table
-from fitune.values.model.model_config import load_model_spec
-from fitune.values.plan import Full, Sgd, Tuning
+from fitune.values.plan import Full, Lora, Sgd, Tuning
 from fitune.values.rules import adds_gradients_up
 from fitune.values.words import describe_plan
 
@@ -143,11 +142,12 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
 
 
 def _tuning(recipe: Recipe, name: str) -> Tuning:
+    """The kind of ``name`` alone: what is wrong in the recipe's words for adapters keeps no other method out."""
     if name == "full":
         return Full()
     if name in ("lomo", "adalomo"):
         return lomo_of(recipe, adaptive=name == "adalomo")
-    return lora_of(recipe, load_model_spec(recipe.model), packed_base(recipe))
+    return Lora(rank=1, alpha=1, dropout=0.0, targets=())
 
 
 def _train(
