@@ -155,6 +155,12 @@ def doubled(tensors, name):
     tensors[f"{name.removesuffix('nf4')}fp4"] = tensors[name].clone()
 
 
+def cast(tensors, name):
+    """To the other kind of number, with a shape that fits."""
+    dtype = torch.int16 if tensors[name].is_floating_point() else torch.float16
+    tensors[name] = tensors[name].to(dtype)
+
+
 STATE = "q_proj.weight.quant_state.bitsandbytes__nf4"
 DAMAGED = [
     ("mxfp4", removed, "gate_up_proj_scales", "gate_up_proj_scales is missing"),
@@ -166,6 +172,14 @@ DAMAGED = [
     ("nf4", cut, STATE, "no state of a weight"),
     ("nf4", swollen, STATE, "no state of a weight"),
     ("nf4", doubled, STATE, "belongs to two weights"),
+    ("mxfp4", cast, "gate_up_proj_scales", "gate_up_proj_scales holds F16, not U8"),
+    ("fp8", cast, "q_proj.weight_scale_inv", "weight_scale_inv holds I16, not F64 or F32"),
+    ("nf4", cast, "q_proj.weight", "q_proj.weight holds F16, not U8"),
+    ("nf4", cast, "q_proj.weight.absmax", "absmax holds I16, not F64"),
+    ("nf4", cast, "q_proj.weight.quant_map", "quant_map holds I16, not F64"),
+    ("nf4, nested", cast, "q_proj.weight.absmax", "absmax holds F16, not U8"),
+    ("nf4, nested", cast, "q_proj.weight.nested_absmax", "nested_absmax holds I16, not F64"),
+    ("nf4, nested", cast, "q_proj.weight.nested_quant_map", "nested_quant_map holds I16, not F64"),
 ]
 
 

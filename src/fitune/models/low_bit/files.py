@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fitune.errors import ModelError
-from fitune.models.headers import AGAIN, StoredTensor
+from fitune.models.headers import AGAIN, FLOATS, StoredTensor
 from fitune.units import KIB
 from fitune.values.serial import parse_object
 
@@ -76,7 +76,7 @@ def _mxfp4(stored: Mapping[str, StoredTensor]) -> _Weights:
         stack = name.removesuffix("_blocks")
         if stack == name or blocks.dtype != "U8":
             continue
-        scales = _part(stored, f"{stack}_scales", blocks, name)
+        scales = _part(stored, f"{stack}_scales", name, "U8")
         if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
             raise _do_not_fit(name, blocks, scales)
         experts, rows, groups, _ = blocks.shape
@@ -102,7 +102,7 @@ def _fp8(stored: Mapping[str, StoredTensor], block: Block) -> _Weights:
     for name, weight in stored.items():
         if weight.dtype != "F8_E4M3":
             continue
-        scale = _part(stored, f"{name}_scale_inv", weight, name)
+        scale = _part(stored, f"{name}_scale_inv", name, *FLOATS, "F8_E8M0")
         is_one = math.prod(scale.shape) == 1
         blocks = tuple(-(-length // side) for length, side in zip(weight.shape, block, strict=False))
         if len(weight.shape) != 2 or not (is_one or scale.shape == blocks):
@@ -136,13 +136,15 @@ def _bitsandbytes(stored: Mapping[str, StoredTensor]) -> _Weights:
         weight, is_state, _ = name.partition(_STATE)
         if not is_state:
             continue
-        packed = _part(stored, weight, tensor, name)
+        packed = _part(stored, weight, name, "U8")
         state = _state(tensor, name)
         shape, size = tuple(state["shape"]), state["blocksize"]
         parts = {"packed": weight, "state": name}
-        nested = ("nested_absmax", "nested_quant_map") if _NESTED in state else ()
-        for role in ("absmax", "quant_map", *nested):
-            _part(stored, f"{weight}.{role}", packed, weight)
+        beside = {"absmax": FLOATS, "quant_map": FLOATS}
+        if _NESTED in state:  # the maxima are of 8 bits themselves
+            beside |= {"absmax": ("U8",), "nested_absmax": FLOATS, "nested_quant_map": FLOATS}
+        for role, dtypes in beside.items():
+            _part(stored, f"{weight}.{role}", weight, *dtypes)
             parts[role] = f"{weight}.{role}"
         blocks = -(-math.prod(shape) // size)
         if 2 * math.prod(packed.shape) < math.prod(shape) or stored[parts["absmax"]].shape != (blocks,):
@@ -172,7 +174,7 @@ def _state(tensor: StoredTensor, name: str) -> dict[str, Any]:
 
 def _of_bitsandbytes(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
     largest = parts["absmax"]
-    if _NESTED in state:  # the maxima are of 8 bits themselves
+    if _NESTED in state:
         outer = parts["nested_absmax"].repeat_interleave(state["nested_blocksize"])[: largest.numel()]
         largest = parts["nested_quant_map"][largest.long()] * outer + state["nested_offset"]
     count, size = math.prod(state["shape"]), state["blocksize"]
@@ -191,10 +193,13 @@ def _looked_up(table: Sequence[float], packed: Tensor, *, low_first: bool, dtype
     return as_one[packed.int()].view(dtype)
 
 
-def _part(stored: Mapping[str, StoredTensor], name: str, beside: StoredTensor, of: str) -> StoredTensor:
+def _part(stored: Mapping[str, StoredTensor], name: str, of: str, *dtypes: str) -> StoredTensor:
+    """``name``, of one of ``dtypes``, which belongs to the tensor ``of``."""
     if name not in stored:
-        raise ModelError(f"{beside.file}: {of} is stored in few bits, and {name} is missing", hint=AGAIN)
-    return stored[name]
+        raise ModelError(f"{stored[of].file}: {of} is stored in few bits, and {name} is missing", hint=AGAIN)
+    if (part := stored[name]).dtype not in dtypes:
+        raise ModelError(f"{part.file}: {name} holds {part.dtype}, not {' or '.join(dtypes)}", hint=AGAIN)
+    return part
 
 
 def _do_not_fit(name: str, tensor: StoredTensor, scales: StoredTensor) -> ModelError:
