@@ -26,6 +26,7 @@ from fitune.checkpoint.resume import begin_line, newest_checkpoint
 from fitune.errors import CheckpointError, StoreError
 from fitune.stores import opening
 from fitune.stores.writing import Store
+from fitune.units import format_bytes
 from fitune.values.serial import to_json
 from runs import contents
 
@@ -56,10 +57,15 @@ def test_a_checkpoint_comes_back_as_it_was_sent(store, tmp_path):
     assert sent == sum(map(len, contents(path).values()))
     assert send_checkpoint(store, path) == 0
     (remote,) = complete_checkpoints(store)
-    there = fetch_checkpoint(remote, tmp_path / "there", said.append)
+
+    def is_told(line):
+        said.append(line)
+        assert not (tmp_path / "there/checkpoints/step-3").exists(), "it is told before it takes its time"
+
+    there = fetch_checkpoint(remote, tmp_path / "there", is_told)
+    assert said == [f"fetching {remote.url}: {format_bytes(sent - len(to_json(remote.commit)))}"]
     assert contents(there) == contents(path)
     assert newest_checkpoint(tmp_path / "there").path == there
-    assert len(said) == 1
     assert fetch_checkpoint(remote, tmp_path / "there", said.append) == there
     assert len(said) == 1, "it was there already"
 

@@ -10,11 +10,13 @@ from safetensors.torch import load_file
 
 from checkpoint.killed_saves import same, save, state_of
 from checkpoint.saves import names
+from fitune.checkpoint.commit import read_commit
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.checkpoint.save import share_bytes
 from fitune.checkpoint.slices import share_of
 from fitune.checkpoint.state import TrainState, tensor_chunks, tensors_bytes
 from fitune.errors import CheckpointError
+from fitune.units import format_bytes
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -24,7 +26,11 @@ DTYPES = (
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     saved = save(tmp_path, state_of(7), keep=1, eval_loss=None)
     assert saved == tmp_path / "checkpoints" / "step-7"
-    assert same(load_checkpoint(saved), state_of(7))
+    said = []
+    assert same(load_checkpoint(saved, on_note=said.append), state_of(7))
+    assert newest_checkpoint(tmp_path, said.append).path == saved
+    size = sum(stored.bytes for stored in read_commit(saved).files.values())
+    assert said == 2 * [f"verifying {saved}: {format_bytes(size)}"]
 
 
 def test_every_dtype_and_shape_is_read_by_the_safetensors_library(tmp_path):

@@ -71,7 +71,7 @@ def test_a_run_is_in_the_store_when_it_ends_and_goes_on_from_there_elsewhere(
     )
     shutil.rmtree(other / "runs")
     train("--resume", output_dir=url, max_steps=4, **words).ends(
-        0, f"{url}/checkpoints/step-3 is fetched", "resuming from"
+        0, f"fetching {url}/checkpoints/step-3: ", "resuming from"
     )
     (again,) = (other / "runs").iterdir()
     assert losses(again)[:3] == losses(run)
@@ -266,7 +266,7 @@ def test_killed_and_resumed_from_the_store_in_a_fresh_directory_the_losses_are_t
     done = subprocess.run(
         command, cwd=last, env=environment, check=True, capture_output=True, text=True, timeout=300
     )
-    assert "is fetched" in done.stdout
+    assert "fetching " in done.stdout
     (run,) = (last / "runs").iterdir()
     assert losses(run) == losses(straight)
     adapter = "adapter/adapter_model.safetensors"

@@ -50,6 +50,7 @@ def test_killed_on_its_new_line_a_run_goes_on_there(make_plan, tmp_path):
     said = []
     report = trained(longer, on_note=said.append, resume=True)
     assert f"resuming from {checkpoints / 'step-10'}" in said
+    assert said[0].startswith(f"verifying {checkpoints / 'step-10'}: ")
     assert (report.status, report.reason) == ("complete", "")
     assert [step.step for step in steps_of(plan)] == list(range(1, 17))
     straight = make_plan(**COMMON, max_steps=16, output_dir=str(tmp_path / "straight"))

@@ -281,8 +281,9 @@ def put_in_place(temporary: Path, target: Path, commit: Commit, *, word: str, on
     sync_folder(target.parent)
 
 
-def verify(path: Path, *, unless_known: bool = False) -> Commit:
-    """Compare every file with COMMIT, by its hash. Raises CheckpointError naming the first that differs.
+def verify(path: Path, *, unless_known: bool = False, on_note: OnNote = lambda _: None) -> Commit:
+    """Compare every file with COMMIT, by its hash, after a line about it: hashing 100 GiB takes minutes. Raises
+    CheckpointError naming the first that differs.
 
     ``unless_known``: the hashing is left out when this process wrote or hashed the files and the system says that none
     of them was touched since.
@@ -300,6 +301,7 @@ def verify(path: Path, *, unless_known: bool = False) -> Commit:
             raise CheckpointError(
                 f"{file}: {format_bytes(size)} ({size} bytes), saved with {stored.bytes} bytes", hint=_OLDER
             )
+    on_note(f"verifying {path}: {format_bytes(sum(stored.bytes for stored in commit.files.values()))}")
     for name, stored in commit.files.items():
         file = path / name
         try:

@@ -138,11 +138,12 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(CheckpointError):  # none, or one that is damaged
-            if verify(target, unless_known=True).digest == commit.digest:
+            if verify(target, unless_known=True, on_note=on_note).digest == commit.digest:
                 return target
         remove_stale_siblings(folder, target.name)
         size = sum(stored.bytes for stored in commit.files.values())
         require_space(folder, size, what=f"checkpoint {remote.url}")
+        on_note(f"fetching {remote.url}: {format_bytes(size)}")
         temporary = temporary_sibling(target)
         temporary.mkdir()
         try:
@@ -153,7 +154,6 @@ def fetch_checkpoint(remote: Remote, root: Path, on_note: OnNote) -> Path:
             remove(temporary)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
-    on_note(f"{remote.url} is fetched: {format_bytes(size)}")
     return target
 
 

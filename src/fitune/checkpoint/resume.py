@@ -45,7 +45,7 @@ class Found:
     damaged: tuple[Path, ...] = ()
 
 
-def newest_checkpoint(root: Path) -> Found:
+def newest_checkpoint(root: Path, on_note: OnNote = lambda _: None) -> Found:
     """The newest valid one of the present line in ``root/checkpoints``; every file of it was hashed."""
     folder = root / FOLDER
     folders = step_folders(folder)
@@ -57,7 +57,7 @@ def newest_checkpoint(root: Path) -> Found:
             if not commit.is_on(line):
                 warnings.append(f"{path.name} is skipped: the run went on from an older step")
                 continue
-            verify(path)
+            verify(path, on_note=on_note)
         except CheckpointError as error:
             warnings.append(f"{path.name} is skipped: {error.message}")
             damaged.append(path)
@@ -98,7 +98,7 @@ def begin_line(
     return descent
 
 
-def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
+def load_checkpoint(path: Path, *, verified: bool = False, on_note: OnNote = lambda _: None) -> TrainState:
     """Read ``path``; its tensors are read, to the host, when they are asked for.
 
     ``verified`` saves the hashing that ``newest_checkpoint`` just did.
@@ -114,7 +114,7 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> TrainState:
             f"{path} is the directory of a run, not a checkpoint",
             hint=f"resume: {found}" if found else "it holds no checkpoint; start a new run",
         )
-    commit = read_commit(path) if verified else verify(path)
+    commit = read_commit(path) if verified else verify(path, on_note=on_note)
     file = path
     try:
         file, divided = path / INDEX, Groups()

@@ -168,10 +168,10 @@ def where_to_start(
         path = _fetched(resume, directory, on_note)
         return _compatible(path, plan, Found(path=path))
     if isinstance(resume, str):
-        return _compatible(Path(resume), plan, Found(path=None))
+        return _compatible(Path(resume), plan, Found(path=None), on_note)
     if resume:
         line = None if store is None else adopt_line(store, directory, on_note)
-        found = newest_checkpoint(directory)
+        found = newest_checkpoint(directory, on_note)
         if store is not None and line is not None:
             # a later one of the store's, which is hashed while it is fetched
             after = 0 if found.path is None else read_commit(found.path).step
@@ -214,12 +214,12 @@ def _fetched(url: str, directory: Path, on_note: OnNote) -> Path:
         return fetch_checkpoint(remote_checkpoint(store), directory, on_note)
 
 
-def _compatible(path: Path, plan: Plan, found: Found) -> Start:
+def _compatible(path: Path, plan: Plan, found: Found, on_note: OnNote = lambda _: None) -> Start:
     """The state in ``path``, which was verified when it is the one that was ``found``.
 
     Raises CheckpointError when it is no training state of ours.
     """
-    state = load_checkpoint(path, verified=path == found.path)
+    state = load_checkpoint(path, verified=path == found.path, on_note=on_note)
     try:
         for group in ("model", "optimizer", "rng"):
             if group not in state.tensors:
