@@ -50,8 +50,8 @@ def launch(folder, fault):
 
 
 def launched(folder, fault):
-    """The program, begun: a fork of this one, which has imported torch."""
-    program = multiprocessing.get_context("fork").Process(target=launch, args=(folder, fault))
+    """The program, begun: no fork, in which a lock that a thread of torch holds here would never be let go."""
+    program = multiprocessing.get_context("spawn").Process(target=launch, args=(folder, fault))
     program.start()
     return program
 
