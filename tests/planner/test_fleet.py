@@ -1,5 +1,6 @@
 """Choosing a cluster: the order, its reasons, what is wanted of it, and fleet files that cannot be used."""
 
+import re
 from dataclasses import replace
 from threading import Thread
 
@@ -161,12 +162,16 @@ def test_what_fits_nowhere_says_why_of_each(tmp_path):
 clusters:
   - {name: one, gpu: t4, gpus: 1, host_memory: 16GiB}
   - {name: two, gpu: rtx-4090, gpus: 1, host_memory: 8TiB, disk: 20GiB}
+  - {name: few, gpu: rtx-4090, gpus: 1, nodes: 8, host_memory: 16GiB, disk: 20GiB}
 """
     with pytest.raises(NothingFits) as found:
         ranking_of(tmp_path, text, recipe_of("meta-llama/Llama-3.1-70B", "tuning: qlora, packing: true"))
     said = found.value.message
     assert "one: does not fit: " in said
     assert "two: needs 143.00 GiB of disk on each node for caches, which have 20.00 GiB" in said
+    few = next(line for line in said.splitlines() if line.startswith("  few: "))
+    assert "few: 1 node: does not fit: " in few
+    assert re.search(r"; [248] nodes: needs 143.00 GiB of disk", few)
 
 
 def test_the_memory_that_a_job_asks_for_is_there(tmp_path):
@@ -193,6 +198,7 @@ def test_numbers_of_nodes_that_are_planned():
     [
         ("clusters: []", "no cluster is listed"),
         ("{}", "no cluster is listed"),
+        ("clusters: {a: {gpu: h100}}", "clusters is no list\n  try: clusters: [{name: a, gpu: h100"),
         ("", "a fleet is a list of `key: value` lines, and this file is empty"),
         ("cluster: []", "unknown key 'cluster'\n  try: did you mean 'clusters'?"),
         ("clusters: [3]", "cluster 1 is 3"),

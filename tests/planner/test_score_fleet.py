@@ -45,6 +45,16 @@ def test_an_engine_on_each_device_answers_its_share():
     assert one.parts["scoring"] == pytest.approx(2 * two.parts["scoring"], rel=0.2)
 
 
+def test_several_nodes_are_one_cluster_of_ray_and_a_job_of_kubernetes_has_one():
+    two, one = ranking(HOPPER).offers
+    assert two.details[-1].endswith(
+        "--workers 16, in a Ray cluster of these 2 nodes, which has to run already"
+    )
+    assert one.details[-1].endswith("--workers 8")
+    pod = HOPPER.model_copy(update={"kind": "kubernetes"})
+    assert [offer.nodes for offer in ranking(pod).offers] == [1]
+
+
 def test_a_model_larger_than_a_device_is_divided_over_one_node():
     (offer,) = ranking(HOPPER, model="llama-3.1-70b").offers
     assert (offer.nodes, offer.engines, offer.report.chosen.answering.devices) == (1, 1, 8)
@@ -72,5 +82,5 @@ def test_the_command_prints_the_ranking(tmp_path, call):
     assert {offer["cluster"] for offer in offers} == {"hopper", "ada"}
     engine, engines = offers[0]["engine"], offers[0]["engines"]
     workers = f" --on ray --workers {engines}" if engines > 1 else ""
-    assert f"run there with: --engine {engine}{workers}\n" in text
+    assert f"run there with: --engine {engine}{workers}" in " ".join(text.split())
     assert [offer["seconds"] for offer in offers] == sorted(offer["seconds"] for offer in offers)

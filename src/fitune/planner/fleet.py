@@ -268,21 +268,27 @@ def offers_on(
     hardware = list(dict.fromkeys(machines for _, machines in places))
     answers = dict(zip(hardware, _plans(recipe, model, hardware), strict=True))
     offers: list[TrainingOffer] = []
-    without: dict[str, str] = {}
+    without: dict[str, dict[str, str]] = {}
+    """Name of a cluster -> why -> the first number of nodes that is refused for that."""
     for cluster, machines in places:
         answer = answers[machines]
         why = answer if isinstance(answer, str) else _why_not(answer, cluster, fetches_model=fetches_model)
         if why or isinstance(answer, str):
-            without[cluster.name] = why
+            without.setdefault(cluster.name, {}).setdefault(why, counted(machines.nodes, "node"))
             continue
         offers.append(_offer(recipe, answer, cluster, epoch_of))
     names = {offer.cluster.name for offer in offers}
-    lost = tuple((name, why) for name, why in without.items() if name not in names)
+    lost = tuple((name, _in_words(whys)) for name, whys in without.items() if name not in names)
     if not offers:
         raise nowhere(
             lost, hint="tuning: qlora, a shorter seq_len, or offload_parameters: cpu where the host has room"
         )
     return offers, lost
+
+
+def _in_words(whys: Mapping[str, str]) -> str:
+    """``1 node: does not fit …; 2 nodes: …``; one reason alone for all."""
+    return "; ".join(f"{nodes}: {why}" if len(whys) > 1 else why for why, nodes in whys.items())
 
 
 def _offer(recipe: Recipe, found: Priced, cluster: Cluster, epoch_of: EpochOf) -> TrainingOffer:

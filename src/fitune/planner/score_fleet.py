@@ -96,7 +96,7 @@ def _offers_of(
         first, *others = (line.strip() for line in error.message.splitlines())
         without.append((cluster.name, f"{first} {'; '.join(others)}".strip()))
         return
-    for nodes in node_counts(cluster.nodes):
+    for nodes in node_counts(cluster.most_nodes):
         options = [(whole, 1)] if nodes == 1 else []
         engines = nodes * cluster.gpus
         share = -(-questions.rows // engines)
@@ -114,6 +114,8 @@ def _offer(cluster: Cluster, nodes: int, report: AnsweringReport, engines: int) 
     name, workers = name_of(answering), ""
     if engines > 1:
         name, workers = f"{engines} × {name} by Ray", f" --on ray --workers {engines}"
+    if nodes > 1:
+        workers += f", in a Ray cluster of these {nodes} nodes, which has to run already"
     return ScoreOffer(
         cluster=cluster, nodes=nodes, report=report, engines=engines, way=name,
         devices=describe_devices(hardware_of(cluster, nodes)),

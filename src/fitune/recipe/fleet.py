@@ -118,7 +118,8 @@ def _fleet(content: dict[str, Any], *, source: str) -> Fleet:
     entries = content.get("clusters")
     if not isinstance(entries, list) or not entries:
         raise RecipeError(
-            f"{source}: no cluster is listed", hint="clusters: [{name: a, gpu: h100, gpus: 8, nodes: 2}]"
+            f"{source}: {'clusters is no list' if entries else 'no cluster is listed'}",
+            hint="clusters: [{name: a, gpu: h100, gpus: 8, nodes: 2}]",
         )
     clusters = tuple(_cluster(entry, number, source) for number, entry in enumerate(entries, start=1))
     names = [cluster.name for cluster in clusters]
