@@ -9,8 +9,7 @@ import pytest
 from fitune.errors import FituneError, NothingFits, RecipeError
 from fitune.estimate.overhead import checkpoint_bytes
 from fitune.estimate.predict import largest_batch, predict_step_time
-from fitune.planner.fleet import (
-    TOKENS_PER_SECOND,
+from fitune.planner.clusters.fleet import (
     hardware_of,
     job_seconds,
     node_counts,
@@ -18,9 +17,10 @@ from fitune.planner.fleet import (
     offers_on,
     rank_fleet,
 )
-from fitune.planner.fleet import ranked as rank_offers
+from fitune.planner.clusters.fleet import ranked as rank_offers
+from fitune.planner.clusters.ranking import Wanted
+from fitune.planner.clusters.training_ranking import TOKENS_PER_SECOND
 from fitune.planner.job import shm_bytes_of
-from fitune.planner.ranking import Wanted
 from fitune.recipe.fleet import Cluster, read_fleet
 from fitune.units import GIB
 from fitune.values.counts import count_parameters
@@ -305,7 +305,7 @@ def test_with_ddp_the_first_rank_copies_all_that_is_saved(ranked):
 def test_a_thread_beside_this_one_is_not_cut_off_by_a_fork(tmp_path, monkeypatch):
     """The planner's page answers in threads; a lock that one of them holds stays taken in a child."""
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", None)
-    monkeypatch.setattr("fitune.planner.fleet.modules", {})  # as in a process without torch
+    monkeypatch.setattr("fitune.planner.clusters.fleet.modules", {})  # as in a process without torch
     found = []
     thread = Thread(target=lambda: found.append(ranking_of(tmp_path, CLUSTERS)))
     thread.start()

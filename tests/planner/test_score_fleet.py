@@ -6,8 +6,8 @@ import pytest
 
 from fitune.errors import NothingFits
 from fitune.planner.answering import plan_answering
-from fitune.planner.ranking import Wanted
-from fitune.planner.score_fleet import rank_scoring
+from fitune.planner.clusters.ranking import Wanted
+from fitune.planner.clusters.score_fleet import rank_scoring
 from fitune.recipe.fleet import Cluster, Fleet
 from fitune.values.answering import NO_ADAPTER, Questions
 from plans import known

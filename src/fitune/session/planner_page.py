@@ -273,8 +273,8 @@ def clusters(question: Mapping[str, str]) -> str:
     """HTML of the clusters of the pasted fleet file, ranked as by ``plan --fleet``, or of its error; empty without one
     or where the rest of the question is an error. Nobody is asked what is free, no model's file is read.
     Raises nothing."""
-    from fitune.planner.fleet import rank_fleet  # for those who paste one
-    from fitune.planner.ranking import Wanted
+    from fitune.planner.clusters.fleet import rank_fleet  # for those who paste one
+    from fitune.planner.clusters.ranking import Wanted
     from fitune.session.clusters.fleet import full_rows
 
     if not question.get("fleet", "").strip():

@@ -140,7 +140,7 @@ def _bitsandbytes(stored: Mapping[str, StoredTensor]) -> _Weights:
         state = _state(tensor, name)
         shape, size = tuple(state["shape"]), state["blocksize"]
         parts = {"packed": weight, "state": name}
-        beside = {"absmax": FLOATS, "quant_map": FLOATS}
+        beside: dict[str, tuple[str, ...]] = {"absmax": FLOATS, "quant_map": FLOATS}
         if _NESTED in state:  # the maxima are of 8 bits themselves
             beside |= {"absmax": ("U8",), "nested_absmax": FLOATS, "nested_quant_map": FLOATS}
         for role, dtypes in beside.items():

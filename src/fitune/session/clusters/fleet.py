@@ -9,8 +9,9 @@ from typing import cast
 from fitune.errors import HardwareError, RecipeError
 from fitune.estimate.predict import usual_batch
 from fitune.measure.hardware import calibrated
-from fitune.planner.fleet import EpochOf, TrainingRanking, rank_fleet
-from fitune.planner.ranking import Wanted
+from fitune.planner.clusters.fleet import EpochOf, rank_fleet
+from fitune.planner.clusters.ranking import Wanted
+from fitune.planner.clusters.training_ranking import TrainingRanking
 from fitune.recipe.fleet import Fleet, Objective, read_fleet
 from fitune.recipe.job import System, read_job_settings
 from fitune.recipe.recipe import Recipe

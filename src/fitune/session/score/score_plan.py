@@ -13,8 +13,8 @@ from fitune.errors import DataError, ModelError, RecipeError
 from fitune.measure.hardware import calibrated, detect_hardware, resolve_hardware
 from fitune.models.headers import adapter_size
 from fitune.planner.answering import AnsweringReport, name_of, plan_answering
+from fitune.planner.clusters.score_fleet import ScoreRanking, rank_scoring
 from fitune.planner.defaults import price_of
-from fitune.planner.score_fleet import ScoreRanking, rank_scoring
 from fitune.recipe.score_recipe import ScoreRecipe
 from fitune.score.plan import ScorePlan, names_of, plan_from
 from fitune.score.questions import Input, first_row_has_choices

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from fitune.errors import FituneError, NothingFits
 from fitune.planner.answering import AnsweringReport, name_of, rows_line
-from fitune.planner.fleet import hardware_of, node_counts
-from fitune.planner.job import STORAGE_BANDWIDTH
-from fitune.planner.ranking import (
+from fitune.planner.clusters.fleet import hardware_of, node_counts
+from fitune.planner.clusters.ranking import (
     START_SECONDS,
     Offer,
     Ranking,
@@ -18,6 +17,7 @@ from fitune.planner.ranking import (
     nowhere,
     require_prices,
 )
+from fitune.planner.job import STORAGE_BANDWIDTH
 from fitune.recipe.fleet import Cluster, Fleet
 from fitune.units import format_bytes, format_rate, format_seconds
 from fitune.values.answering import Questions
