@@ -16,8 +16,9 @@ from data.tiny_tokenizers import (
     talk,
 )
 from fitune.data.conversations.messages import Conversation, Message, Text
+from fitune.data.conversations.piece_encoder import PieceEncoder
 from fitune.data.conversations.rendering import Piece
-from fitune.data.conversations.templates import PLAIN_TEMPLATE, PieceEncoder, load_template
+from fitune.data.conversations.templates import PLAIN_TEMPLATE, load_template
 from fitune.errors import RecipeError
 from fitune.values.named_templates import CHATML_MARKS
 

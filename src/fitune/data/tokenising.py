@@ -12,8 +12,9 @@ import numpy as np
 
 from fitune.child import Beat, Child, ChildEnded, requests
 from fitune.data.conversations.messages import Example, Text
+from fitune.data.conversations.piece_encoder import TokenizerFailed
 from fitune.data.conversations.rendering import Piece
-from fitune.data.conversations.templates import ChatTemplate, EncodedRows, TokenizerFailed
+from fitune.data.conversations.templates import ChatTemplate, EncodedRows
 from fitune.data.examples import kept_parts
 from fitune.data.ledger import TOO_LONG
 from fitune.data.reading.rows import BadRow
