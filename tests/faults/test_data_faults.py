@@ -64,7 +64,8 @@ def test_an_evaluation_set_that_is_empty_or_named_twice_is_an_error(tmp_path):
     none.write_text("")
     for settings, said in (
         ({"val_fraction": 0.0001}, "no rows to evaluate.*val_fraction"),
-        ({"val_fraction": 0.9999}, "val_fraction 0.9999 holds out every row"),
+        ({"val_fraction": 0.9999}, "val_fraction 0.9999 holds out 1 of 1 row"),
+        ({"val_fraction": 200}, "val_fraction 200 holds out 1 of 1 row"),
         ({"eval_sources": (DataSource(path=str(none)),)}, "no rows to evaluate: .*none.jsonl gave none"),
         ({"eval_sources": (DataSource(path="x"),), "val_fraction": 0.1}, "both eval_data and val_fraction"),
     ):

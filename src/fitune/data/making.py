@@ -23,6 +23,7 @@ from fitune.data.reading.rows import BadRow
 from fitune.data.reading.sources import with_skip_hint
 from fitune.data.tokenising import MOST_TEXT_AT_ONCE, RowTokeniser, TokenRows, text_size, tokenised
 from fitune.errors import DataError
+from fitune.units import counted
 from fitune.values.plan import DataPlan, DataSource
 from fitune.values.reports import Ledger
 
@@ -148,9 +149,9 @@ class Making:
         self._held_out_below = self._bound(seed) if data.val_fraction else 0.0
         with train.writer, held_out.writer:
             self._write_all(seed)
-        if data.val_fraction and not train.counts["rows_read"] and held_out.counts["rows_read"]:
+        if data.val_fraction and not train.counts["rows_read"] and (read := held_out.counts["rows_read"]):
             raise DataError(
-                f"no rows to train on: val_fraction {data.val_fraction:g} holds out every row of the data",
+                f"no rows to train on: val_fraction {data.val_fraction:g} holds out {read:,} of {counted(read, 'row')}",
                 hint="lower val_fraction, or name eval_data",
             )
         formats = tuple(self._formats[: len(data.sources)])

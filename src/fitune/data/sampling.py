@@ -69,9 +69,10 @@ class RowSample:
             learned += times * sum(s for _, s in cut)
             lengths += [n for n, _ in cut]
         if rows < 0.5 or not tokens:
-            raise DataError(
-                "no row is left to train on", hint="check val_fraction, on_long_row and the weights"
-            )
+            why = "no row is left to train on"
+            if wanted := self.data.val_fraction:
+                why += f": val_fraction {wanted:g} holds out {held_out * self._rows:,.0f} of {self._rows:,.0f} rows"
+            raise DataError(why, hint="check val_fraction, on_long_row and the weights")
         units = rows / batch.example_rows
         if batch.packing:
             from fitune.data.packing import pack_rows  # numpy, which plans without packing do not wait for
@@ -98,13 +99,15 @@ class RowSample:
         )
 
     @property
+    def _rows(self) -> float:
+        """Rows of all sources, whatever their weights; a guess where not all were read."""
+        weights = (source.weight for source in self.data.sources)
+        return sum(one.places / weight for one, weight in zip(self.samples, weights, strict=True))
+
+    @property
     def _held_out_share(self) -> float:
         wanted = self.data.val_fraction
-        if wanted < 1:
-            return wanted
-        weights = (source.weight for source in self.data.sources)
-        rows = sum(one.places / weight for one, weight in zip(self.samples, weights, strict=True))
-        return min(1.0, wanted / rows)
+        return wanted if wanted < 1 else min(1.0, wanted / self._rows)
 
     def mean_row_tokens(self, seq_len: int) -> int:
         """Returns the tokens of an average row, of which none keeps more than ``seq_len``. Raises DataError."""
