@@ -84,6 +84,21 @@ def test_a_largest_length_that_is_no_number_is_named(model_folder, tmp_path):
         load_tokenizer(str(folder))
 
 
+def test_a_flag_of_a_tokenizer_that_is_a_text_is_named(tmp_path):
+    """transformers makes the text a special token of its own, which the table has no row for."""
+    (tmp_path / "vocab.json").write_text('{"<s>": 0, "</s>": 1, "a": 2}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    words = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "</s>"}
+    for flag, starts in ((False, []), (True, [0])):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**words, "add_bos_token": flag}))
+        assert load_tokenizer(str(tmp_path))("a")["input_ids"] == [*starts, 2]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**words, "add_bos_token": "false"}))
+    with pytest.raises(
+        ModelError, match=r"tokenizer_config\.json: add_bos_token = 'false' must be true or false"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -226,10 +226,12 @@ def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         path, config=config, trust_remote_code=False
     )
-    if not isinstance(
-        longest := tokenizer.model_max_length, int | float
-    ):  # which transformers does not check
+    # transformers checks neither, and makes the text "false" a special token
+    if not isinstance(longest := tokenizer.model_max_length, int | float):
         raise ModelError(f"{texts / TOKENIZER}: model_max_length = {longest!r} must be a number")
+    for flag in ("add_bos_token", "add_eos_token"):
+        if flag in (marks := tokenizer.special_tokens_map):
+            raise ModelError(f"{texts / TOKENIZER}: {flag} = {marks[flag]!r} must be true or false")
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
 
