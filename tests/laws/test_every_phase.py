@@ -184,6 +184,11 @@ MOMENTS = {
         )
         for rows, recompute in ((1, 0), (2, 3))
     },
+    # PEFT's copy was trained, and held weights of all blocks on the device
+    "DoRA trains no copy of a weight [in, out]": (
+        "gpt2", SMALL, {**DROPS, "seq_len": 512, "chunk": 128, "dora": True, "offload": Offload(parameters="cpu")},
+        (Phase.LOSS, Phase.UPDATE), 0.1,
+    ),
     # the MLP goes back first; small as it is here, attention is the worst moment
     **{
         f"the gradient of a parallel MLP waits while attention goes back: {family}": (

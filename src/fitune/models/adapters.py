@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import dora
 from peft.utils.other import ModulesToSaveWrapper
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
@@ -50,6 +51,9 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         bias="none",
         task_type="CAUSAL_LM",
     )
+    # PEFT's (up to 0.21 at least) makes a trained Parameter of a frozen weight: autograd keeps its input, computes its
+    # gradient, which nobody reads, and holds on to weights that were brought to the device for one block
+    dora.transpose = _transposed  # type: ignore[attr-defined]
     torch.manual_seed(seed)
     # DoRA computes its first norms from parameters; no graph may hold on to them
     with torch.no_grad(), stacks_shown(model), names_as_given():
@@ -60,6 +64,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
             parameter.data = parameter.data.to(dtype)
     train_tables(model, lora.modules_to_save)
     return adapted
+
+
+def _transposed(weight: Tensor, fan_in_fan_out: bool) -> Tensor:
+    return weight.T if fan_in_fan_out else weight
 
 
 def load_adapter(model: PreTrainedModel, path: str | Path) -> PeftModel:
