@@ -138,7 +138,8 @@ def test_an_adapter_or_a_model_that_fails_can_be_exported_again(
     assert not (run / "adapter").exists()
     assert not (run / "model").exists()
     assert (run / held_in).exists()
-    call("export", run).ends(0)
+    told = call("export", run).ends(0)
+    assert (f"verifying {run / held_in}: " in told) == is_lora
     if is_lora:
         assert same_adapter(run, request.getfixturevalue("whole"))
     else:

@@ -143,7 +143,7 @@ def _exported(
 ) -> tuple[Exported, RunReport]:
     """Write it; returns where it is, and the report of a run that is complete with it."""
     plan, last = files.plan, files.steps[-1]
-    source = find_source(files.directory, plan, report, step=last.step)
+    source = find_source(files.directory, plan, report, step=last.step, on_note=emit_notes(emit))
     emit(Note(f"the trained weights are read from {source.path}"))
     weights = stored_weights(plan, source)
     model = load_trained(plan, source, on_bytes=emit_weights(emit)) if weights is None else None

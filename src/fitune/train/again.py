@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
+from fitune.checkpoint.commit import OnNote
 from fitune.checkpoint.layout import unverified
 from fitune.checkpoint.resume import load_checkpoint, newest_checkpoint
 from fitune.errors import CheckpointError, RunDirectoryError
@@ -53,7 +54,9 @@ def require_trained(directory: Path, steps: Sequence[StepReport]) -> None:
         )
 
 
-def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: int) -> TrainedSource:
+def find_source(
+    directory: Path, plan: Plan, report: RunReport | None, *, step: int, on_note: OnNote = lambda _: None
+) -> TrainedSource:
     """The place of the weights after ``step``, the last one.
 
     An export that the report does not speak for counts only when it is younger than the last step: it may be of an
@@ -65,7 +68,7 @@ def find_source(directory: Path, plan: Plan, report: RunReport | None, *, step: 
     for path, counts in ((folder, told), (unverified(folder), False)):
         if path.is_dir() and (counts or is_of_last_step(path, directory)):
             return TrainedSource(path=path, kind=kind)
-    saved = newest_checkpoint(directory)
+    saved = newest_checkpoint(directory, on_note)
     if saved.path is not None and saved.path.name == f"step-{step}":
         return TrainedSource(path=saved.path, kind="checkpoint")
     found = (
