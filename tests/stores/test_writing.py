@@ -85,13 +85,18 @@ def test_what_is_sent_is_the_file_alone_and_over_https_not_hashed_again_for_its_
     assert {name: objects(bucket)[f"y/step-1/{name}"] for name in FILES} == FILES
 
 
-def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(wire, bucket, store, folder):
+@pytest.mark.parametrize("changed", [True, False], ids=["a file", "nothing here"])
+def test_a_changed_folder_loses_its_last_file_first_and_only_the_change_is_sent(
+    wire, bucket, store, folder, changed
+):
+    """Also where nothing but a file too many is there."""
     put(store, folder)
-    (folder / "two.bin").write_bytes(b"3" * 100_000)
+    if changed:
+        (folder / "two.bin").write_bytes(b"3" * 100_000)
     store.write("step-1/of-another-rank.bin", b"left over")
     wire.requests.clear()
-    assert put(store, folder) == 100_000 + len(FILES["COMMIT"])
-    assert sent(wire) == ["two.bin", "COMMIT"]
+    assert put(store, folder) == changed * 100_000 + len(FILES["COMMIT"])
+    assert sent(wire) == ["two.bin", "COMMIT"][not changed :]
     first = next(line for line in wire.requests if line.startswith((b"PUT", b"DELETE")))
     assert first.startswith(b"DELETE")
     assert b"COMMIT" in first
