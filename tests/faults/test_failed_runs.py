@@ -48,7 +48,10 @@ def test_what_fails_in_a_step_is_reported(train, tmp_path, monkeypatch, target, 
     after = 1 if evaluates else 2  # evaluated before the first step, too; two micro-batches make a step
     failing(monkeypatch, target, error, after=after)
     held_out = {"val_fraction": 0.2, "eval_steps": 2} if evaluates else {}
-    err = train(max_steps=4, **held_out, **ONE_ROW).ends(3 if kind == "OutOfMemory" else 1, doing, "try: ")
+    code = 3 if kind == "OutOfMemory" else 1
+    err = train(max_steps=4, save_steps=1, **held_out, **ONE_ROW).ends(
+        code, doing, "try: ", "--resume goes on from step-1"
+    )
     report = report_of(tmp_path / "run")
     assert (report.status, report.steps, report.total_steps) == ("failed", 1, 4)
     assert (report.failure.error, report.failure.doing, report.failure.step) == (kind, doing, 2)
