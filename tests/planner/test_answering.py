@@ -82,6 +82,12 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does():
     assert plan("llama-3.1-8b", gpu("rtx-4090"), "transformers", batch_size=rows).largest_batch == rows
 
 
+def test_a_processor_that_is_too_small_is_not_told_to_divide_the_model():
+    with pytest.raises(NothingFits) as caught:
+        plan("llama-3.1-70b", CPU, "transformers", "vllm")
+    assert caught.value.hint == "a machine with more memory; --gpu plans for a card that is elsewhere"
+
+
 def test_weights_that_no_device_holds_are_divided_over_the_node():
     """Llama-3.1-70B in bf16 is 131 GiB: two devices of 80 GB at least, and eight write fastest."""
     report = plan("llama-3.1-70b", gpu("a100-80gb", gpus=8), "transformers", "vllm")

@@ -165,6 +165,7 @@ def test_bleu_and_chrf_are_sacrebleus_own():
         ("regex:(", "", r"'regex:\(': .*unterminated subpattern"),
         ("json_schema:{}", "7", "bad.json': .*a schema is an object, true or false"),
         ("json_schema:{}", "{", "bad.json': .*line 1"),
+        ("json_schema:{}", '{"type": "objec"}', r"bad.json': .*'objec' is not valid[^\n]*$"),
     ],
 )
 def test_a_grader_that_cannot_be_used_is_refused_before_any_row(tmp_path, name, content, said):
@@ -203,6 +204,20 @@ def test_a_function_that_raises_is_an_error_of_its_row(tmp_path):
     assert "not a finite number" in graded(shout, "LOUD", prompt="none")["error"]
     (tmp_path / "rules.py").write_text("def shout(**_): return 3")
     assert graded(shout, "LOUD") == {"grade": 3.0}, "the new file counts"
+
+
+def test_a_function_may_use_dataclasses_and_numbers_of_numpy(tmp_path):
+    (tmp_path / "rules.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "import numpy\n"
+        "@dataclass\n"
+        "class Said:\n    words: list[str]\n"
+        "def share(*, answer, **_): return numpy.float32(0.5) * len(Said(answer.split()).words)\n"
+        "def count(*, answer, **_): return numpy.int64(len(answer))\n"
+    )
+    assert graded(f"python:{tmp_path / 'rules.py'}:share", "one two three") == {"grade": 1.5}
+    assert graded(f"python:{tmp_path / 'rules.py'}:count", "one") == {"grade": 3.0}
 
 
 def test_patterns_and_schemas_grade_the_answer_alone(tmp_path):

@@ -118,15 +118,19 @@ def test_lines_of_openais_batch_input_are_answered_with_their_own_sampling(plan)
         ({"logit_bias": {"1": 2}}, "body.logit_bias is not supported"),
         ({"n": 5}, "body.n = 5: each line gets one whole answer"),
         ({"stream": True}, "body.stream = True: each line gets one whole answer"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "nothing is asked",
+        ),
     )
-    rows = [line(1), line(2, max_tokens=3, n=1, stream=False, store=True)]
+    rows = [line(1), line(2, max_tokens=3, n=1, stream=False, store=True, stop=None)]
     rows += [line(place, **own) for place, (own, _) in enumerate(faults, 3)]
     write_lines(Path(plan.sources[0].path), rows)
     report = quietly(plan)
-    assert (report.answered, report.failed, report.grades) == (2, 4, {})
-    assert text_of(report).startswith("2 of 6 rows answered, 4 failed")
+    assert (report.answered, report.failed, report.grades) == (2, 5, {})
+    assert text_of(report).startswith("2 of 7 rows answered, 5 failed")
     found = read_lines(answers(plan))
-    assert [row["custom_id"] for row in found] == [f"r-{number}" for number in range(1, 7)]
+    assert [row["custom_id"] for row in found] == [f"r-{number}" for number in range(1, 8)]
     tokens = [row["response"]["body"]["choices"][0]["token_ids"] for row in found[:2]]
     assert tokens[1] == tokens[0][:3]
     for row, (_, words) in zip(found[2:], faults, strict=True):

@@ -1,5 +1,6 @@
 """A conversation: the ids of training, answers of the scoring engine, one load for a base and its adapter."""
 
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -218,3 +219,7 @@ def test_a_scoring_takes_a_run_or_its_adapter_by_name_too(run, model_folder, tmp
     assert weights_and_adapter("owner/name", "") == ("owner/name", "")
     with pytest.raises(RecipeError, match="has the adapter .*adapter, and --adapter names other"):
         weights_and_adapter(str(run), "other")
+    full = Path(shutil.copytree(run, tmp_path / "full"))
+    shutil.rmtree(full / "adapter")
+    shutil.copytree(model_folder, full / "model")
+    assert weights_and_adapter(str(full), str(run)) == (str(full / "model"), adapter)

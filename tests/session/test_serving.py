@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fitune
-from fitune.errors import CheckpointError, RecipeError
+from fitune.errors import CheckpointError, ModelError, RecipeError
 from fitune.session.exporting import commands_for
 from fitune.session.score import serving
 from fitune.session.score.serving import serve_command
@@ -33,6 +33,12 @@ def test_vllm_gets_base_adapter_rank_template_type_and_length(shop, model_folder
     whole = command(model_folder, "vllm")
     assert "--enable-lora" not in whole.argv
     assert value_of(whole, "--served-model-name") == model_folder.name
+
+
+def test_a_model_that_is_not_there_is_told_as_one():
+    for server in ("vllm", "transformers"):
+        with pytest.raises(ModelError, match="no-such-model: the model cannot be read: no such folder"):
+            command("no-such-model", server)
 
 
 def test_a_processor_has_no_graphs_and_a_command_for_another_machine_says_nothing_of_it(shop, monkeypatch):

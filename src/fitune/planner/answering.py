@@ -188,7 +188,9 @@ def _smaller(asked: Answering, questions: Questions, rejected: Sequence[PricedAn
             return f"--batch-size {rows}"
         if memory_of_answering(replace(asked, batch_size=1), replace(questions, rows=1, new_tokens=1)).fits:
             return "a smaller --max-new-tokens with --batch-size 1"
-    if not asked.hardware.gpu.is_cpu and any(each.answering.engine == "vllm" for each in rejected):
+    if asked.hardware.gpu.is_cpu:
+        return "a machine with more memory; --gpu plans for a card that is elsewhere"
+    if any(each.answering.engine == "vllm" for each in rejected):
         return "more devices in the node (--gpus), or a larger --gpu"
     return "--engine vllm divides the weights over the devices of a node; or a larger device"
 

@@ -196,14 +196,18 @@ def _question(row: Row, id_: str, source: DataSource, by_loglikelihood: bool) ->
 
 def _of_batch_line(row: Row, id_: str) -> Question:
     """A request of OpenAI's batch API: chat messages, and sampling where the body names some."""
-    body = row.fields["body"]
+    body = {name: value for name, value in row.fields["body"].items() if value is not None}
     if not isinstance(body.get("messages"), list):
         raise BadRow(f"{row.where}: body has no list of messages", reason="no messages")
+    if any(isinstance(last, dict) and last.get("role") == "assistant" for last in body["messages"][-1:]):
+        raise BadRow(
+            f"{row.where}: body.messages end with an answer, so nothing is asked", reason="no question"
+        )
     if unknown := sorted(body.keys() - _OF_BODIES.keys() - {*_IDLE_IN_BODIES, *_ONLY}):
         raise BadRow(f"{row.where}: body.{unknown[0]} is not supported", reason="field not supported")
     for name, only in _ONLY.items():
-        value = body.get(name)
-        if value is not None and (type(value) is not type(only) or value != only):
+        value = body.get(name, only)
+        if type(value) is not type(only) or value != only:
             raise BadRow(
                 f"{row.where}: body.{name} = {value!r}: each line gets one whole answer",
                 reason="field not supported",
@@ -212,7 +216,7 @@ def _of_batch_line(row: Row, id_: str) -> Question:
     turns = [*body["messages"], {"role": "assistant", "content": "its answer"}]
     example = to_example(Row(row.where, {"messages": turns}), format="messages")
     messages = example.messages[:-1] if isinstance(example, Conversation) else ()
-    own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if body.get(name) is not None}
+    own = {_OF_BODIES[name]: body[name] for name in _OF_BODIES if name in body}
     try:
         checked_recipe(ScoreRecipe, **own)
     except RecipeError as fault:

@@ -7,10 +7,12 @@ called here, without a limit of time: whoever names one that never ends, ends it
 import importlib.util
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, cached_property, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def try_graders(graders: Sequence[Grader]) -> None:
             error.message = f"grader {grader.name!r}: {error.message}"  # a model, a server of its own
             raise
         except Exception as error:  # a file of Python may raise anything
-            raise RecipeError(f"grader {grader.name!r}: {type(error).__name__}: {error}") from None
+            first_line = str(error).partition("\n")[0]  # jsonschema's has ten
+            raise RecipeError(f"grader {grader.name!r}: {type(error).__name__}: {first_line}") from None
 
 
 def grade_shards(shards: Shards, graders: Sequence[Grader]) -> None:
@@ -93,7 +96,7 @@ def grade_line(grader: Grader, line: Line, task: Line) -> Line:
         return {"grade": kind.grade(text, task["expected"])}
     try:
         value = _loaded(grader)(answer=text, expected=task["expected"], prompt=task["prompt"])
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(value):  # numpy's numbers, too
             raise TypeError(f"the function returned {value!r:.40}, not a finite number")
         return {"grade": float(value)}
     except Exception as error:  # whatever somebody's function raises is an error of the row
@@ -105,10 +108,10 @@ def _loaded(grader: Grader) -> Callable[..., Any]:
     """The pattern, the schema or the function as a function of answer, expected and prompt."""
     if grader.kind == "python":
         path, _, name = grader.argument.rpartition(":")
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        spec = importlib.util.spec_from_file_location(f"grader {path}", path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is no python file")
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)
         function: Callable[..., Any] = getattr(module, name)
         return function

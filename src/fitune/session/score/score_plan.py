@@ -51,11 +51,13 @@ def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
         return model, adapter
     from fitune.session.named_models import find_model  # imports torch
 
-    if is_base:
+    if adapter_is_run:
         found = find_model(adapter)
         if not found.adapter:
             raise RecipeError(f"--adapter {adapter}: the run has no adapter", hint=f"--model {found.model}")
-        return model, found.adapter
+        adapter = found.adapter
+    if is_base:
+        return model, adapter
     found = find_model(model)
     if adapter and found.adapter:
         raise RecipeError(

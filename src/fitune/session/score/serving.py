@@ -10,7 +10,7 @@ from typing import Literal
 
 from fitune.errors import CheckpointError, MissingExtra, RecipeError
 from fitune.models.adapter_file import read_adapter_config
-from fitune.models.readers import model_folder, read_config
+from fitune.models.readers import model_folder, read_config, reading
 from fitune.models.weight_files import stored_dtype
 from fitune.score.engines.engine_vllm import python_of_vllm, rounded_rank
 from fitune.score.engines.opening import choose_device, why_merged_first
@@ -47,6 +47,8 @@ def serve_command(
     Raises CheckpointError for an adapter that the server cannot take, MissingExtra for a server that is not installed.
     """
     named = find_model(word)
+    with reading(named.model, "the model cannot be read"):
+        model_folder(named.model)
     try:
         python = python_of_vllm()
     except MissingExtra:
