@@ -90,7 +90,8 @@ def test_words_that_people_try_first_are_understood(typed, setting, value):
         ("--qlora", "tuning: qlora"),
         ("--verbose", "fitune plan --help lists every key"),
         ("a.yaml b.yaml", "two recipes"),
-        ("--model b", "given twice"),
+        ("--model b", "given twice\n  try: keep one of them"),
+        ("--added-tokens a --added-tokens b", "given twice\n  try: --added-tokens A,B names both"),
     ],
 )
 def test_a_key_of_others_and_mistakes_are_refused_with_what_to_do(typed, said):

@@ -51,15 +51,18 @@ def test_cut_and_dropped_rows_are_shown_with_the_reason(model_folder, tmp_path):
     asked = "What is 2 plus 3?"
     pairs = (asked, "2 plus 3 is 5, and that is all. " * 9), (asked * 30, "5"), (asked, ""), (asked, "5")
     write_lines(file, [{"question": question, "answer": answer} for question, answer in pairs])
+    file.write_text(f"{file.read_text()}torn\n")
     shown = view(model_folder, file, told=told, rows=5)
     stopped = [event.text for event in told if isinstance(event, Note)]
     assert any("rows.jsonl:3" in line for line in stopped), "training would stop at the empty answer"
     assert len(shown.rows) == 2
-    cut, no_answer, empty = shown.cut_or_dropped
+    cut, no_answer, empty, torn = shown.cut_or_dropped
     assert cut.kept == 64 < cut.tokens
     assert no_answer.why_not == "no answer left after truncation"
     assert empty.where.endswith("rows.jsonl:3")
     assert f"{empty.where}: dropped: " in explain_data(shown)
+    assert f"{torn.where}: dropped: not JSON" in explain_data(shown)
+    assert torn.where.endswith("rows.jsonl:5")
 
 
 @pytest.mark.parametrize("learn", [False, True])

@@ -176,11 +176,12 @@ def _notes_on_thinking(rows: Sequence[ShownRow], data: DataPlan) -> Iterator[str
 def _looked_at(
     data: DataPlan, tokenise: RowTokeniser, template: ChatTemplate, tokenizer: Any
 ) -> Iterator[ShownRow]:
-    """The rows of all sources in turn; those that a reader cannot take apart are only counted, in the account."""
+    """The rows of all sources in turn; of those that a reader cannot take apart the place and the reason."""
     for row, example, _ in chain.from_iterable(map(examples_of, data.sources)):
         if isinstance(row, BadRow):
-            continue
-        if isinstance(example, BadRow):
+            where, _, why = row.message.partition(": ")
+            yield _left_out(where, "", why)
+        elif isinstance(example, BadRow):
             yield _left_out(row.where, str(row.fields), example.message.removeprefix(f"{row.where}: "))
         else:
             yield _shown(example, tokenise, template, tokenizer)

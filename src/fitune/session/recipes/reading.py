@@ -191,7 +191,8 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
                 raise RecipeError(f"--{key} has no value", hint=f"--{key} VALUE")
             value = "true"
         if name in options and own not in _REPEATABLE:
-            raise RecipeError(f"--{key} is given twice", hint="keep one of them")
+            hint = f"--{key} A,B names both" if list in kinds else "keep one of them"
+            raise RecipeError(f"--{key} is given twice", hint=hint)
         typed = typed_value(kind, value, where=word)
         options[name] = [*as_sources(options[name]), *as_sources(typed)] if name in options else typed
     return path, options
