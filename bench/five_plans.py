@@ -31,7 +31,7 @@ CASES = (
 INTRODUCTION = f"""# Five plans: what does the answer look like?
 
 What people ask for most, as it prints, with {ROWS:,} questions and answers as data (`bench/five_plans.py`). Times of
-GPUs come from datasheets; the processor has two cores, and its rates are assumed ones.
+GPUs come from datasheets; the processor has two cores that multiply bf16, and its rates are assumed ones.
 """
 
 

@@ -286,6 +286,8 @@ def test_what_is_usual_is_not_remarked_on(words):
         ("--gpu 4060ti", "4060TI comes with 8 GB or 16 GB", "rtx-4060-ti (8 GB), rtx-4060-ti-16gb (16 GB)"),
         ("--gpu rtx-3090 --gpus 16", "gpus = 16 is the number in one node, and machines with rtx-3090 have 8", ""),
         ("--gpu v100-32gb --gpus 24", "machines with v100-32gb have 16 at most", ""),
+        ("--gpu tesla-v100-32gb --gpus 24", "machines with tesla-v100-32gb have 16 at most", ""),
+        ("--gpu jetson-thor --gpus 2", "machines with jetson-thor have 1 at most", ""),
     ],
 )  # fmt: skip
 def test_a_machine_that_is_none_is_refused_with_what_to_type(words, said, hinted):
@@ -299,6 +301,15 @@ def test_a_machine_that_is_none_is_refused_with_what_to_type(words, said, hinted
         options = [word for word in hint.split(";")[0].split() if not word.startswith("try")]
         typed = recipe_typed(f"--model gpt2 {words.split(' --gpus')[0]} {' '.join(options)}")
         assert wanted_hardware(typed).num_gpus >= int(words.split()[-1])
+
+
+def test_a_board_whose_memory_is_the_hosts_is_alone_in_its_machine():
+    _, ways = planned("--model Qwen/Qwen2.5-1.5B --gpu jetson-thor")
+    assert ways
+    assert not any("--gpus" in change and "--gpu " not in change for change in ways)
+    with pytest.raises(NothingFits) as raised:
+        planned("--model meta-llama/Llama-3.1-8B --gpu jetson-agx-orin-32gb --tuning full")
+    assert not [one for one in raised.value.facts["changes"] if {"gpus"} == one["settings"].keys()]
 
 
 def test_one_node_that_was_said_is_one_node():

@@ -25,6 +25,7 @@ from fitune.units import (
     format_seconds,
     wrapped,
 )
+from fitune.values.machines.gpus import most_gpus
 from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import Lomo
@@ -103,7 +104,8 @@ def _where_it_fits(recipe: Recipe, settings: Settings, asked: Asked) -> tuple[Se
         return settings, None
     for gpus in (2, 4, 8):
         larger = settings | {"gpus": gpus}
-        if gpus > here.gpus_per_node and recipe.gpu and fits_on_devices(more := asked(larger)):
+        is_there = recipe.gpu and here.gpus_per_node < gpus <= most_gpus(recipe.gpu)
+        if is_there and fits_on_devices(more := asked(larger)):
             return larger, first_choice(more)
     found = (
         None if "quantization" in settings else on_large_cards(request)
@@ -122,7 +124,7 @@ def _other_counts(recipe: Recipe, taken: Priced, asked: Asked) -> Iterator[tuple
         return
     here, own = hardware.gpus_per_node, method_name(taken.plan.tuning)
     counts = [(here // 2, FEWER)] if here > 1 else []
-    counts += [(2 * here, MORE)] if here <= 4 and recipe.gpu is not None else []
+    counts += [(2 * here, MORE)] if recipe.gpu is not None and 2 * here <= most_gpus(recipe.gpu) else []
     for gpus, share in counts:
         settings: Settings = {"gpus": gpus}
         found = _planned(asked, settings)

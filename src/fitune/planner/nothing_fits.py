@@ -18,7 +18,7 @@ from fitune.planner.search import first_choice
 from fitune.units import GIB, format_bytes, wrapped
 from fitune.values.counts import count_parameters
 from fitune.values.machines.cards import known_cards
-from fitune.values.machines.gpus import find_gpu, hardware_for
+from fitune.values.machines.gpus import find_gpu, hardware_for, most_gpus
 from fitune.values.model.known_models import names_with_formulas
 from fitune.values.model.model_config import load_model_spec
 from fitune.values.plan import Plan, Precision
@@ -243,7 +243,7 @@ class _Changes:
         here = hardware.gpus_per_node
         if recipe.gpu is not None and not hardware.gpu.is_cpu:
             for gpus in (2 * here, 4 * here, 8 * here):
-                if gpus <= 8:
+                if gpus <= most_gpus(recipe.gpu):
                     yield "", {"gpus": gpus}
 
     def _in_backward(self) -> Iterator[tuple[str, dict[str, object]]]:

@@ -15,7 +15,7 @@ from fitune.recipe.recipe import Recipe
 from fitune.units import counted
 from fitune.values.choices import Ddp
 from fitune.values.machines.environment import launched_as
-from fitune.values.machines.gpus import GpuFigures
+from fitune.values.machines.gpus import GpuFigures, most_gpus
 from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_config import load_model_spec
 from fitune.values.model.model_spec import ModelSpec
@@ -29,9 +29,6 @@ from fitune.values.words import method_name
 if TYPE_CHECKING:  # not for those who name no data
     from fitune.data.sampling import RowSample
 
-LARGE_NODES = {"v100-32gb": 16, "a100-40gb": 16}
-"""GPUs in the largest machines that are sold or rented, where those have more than 8: NVIDIA's DGX-2 (its data sheet)
-and Google Cloud's a2-megagpu-16g."""
 FEW_ROWS = 50
 
 
@@ -166,16 +163,12 @@ def _on_data(recipe: Recipe, report: PlanReport, sample: "RowSample | None") -> 
 def wanted_hardware(recipe: Recipe) -> Hardware:
     """The hardware that the recipe names, or else this machine's. Raises HardwareError for more GPUs in one node than
     machines of that card have, where the number of nodes was left open."""
-    most = LARGE_NODES.get(recipe.gpu or "", 8)
-    if (
-        recipe.gpu not in (None, "cpu")
-        and (recipe.gpus or 1) > most
-        and "nodes" not in recipe.model_fields_set
-    ):
-        nodes = -(-(recipe.gpus or 1) // most)
+    gpus, is_named = recipe.gpus or 1, recipe.gpu is not None and recipe.gpu.lower() != "cpu"
+    if is_named and "nodes" not in recipe.model_fields_set and gpus > (most := most_gpus(str(recipe.gpu))):
+        nodes = -(-gpus // most)
         raise HardwareError(
-            f"gpus = {recipe.gpus} is the number in one node, and machines with {recipe.gpu} have {most} at most",
-            hint=f"--gpus {most} --nodes {nodes}; --nodes 1 beside it if one machine really has {recipe.gpus}",
+            f"gpus = {gpus} is the number in one node, and machines with {recipe.gpu} have {most} at most",
+            hint=f"--gpus {most} --nodes {nodes}; --nodes 1 beside it if one machine really has {gpus}",
         )
     found = resolve_hardware(
         gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory,

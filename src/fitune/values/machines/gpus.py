@@ -39,6 +39,17 @@ def shared_host_bytes(name: str) -> int:
     return _card_of(name).host_bytes
 
 
+_LARGE_NODES = {"v100-32gb": 16, "a100-40gb": 16}
+"""GPUs in the largest machines that are sold or rented, where those have more than 8: NVIDIA's DGX-2 (its data sheet)
+and Google Cloud's a2-megagpu-16g."""
+
+
+def most_gpus(name: str) -> int:
+    """GPUs in the largest machine with the card ``name``: one where it shares the host's memory."""
+    card = _card_of(name)
+    return 1 if card.host_bytes else _LARGE_NODES.get(card.gpu.name, 8)
+
+
 def gpus_called(name: str) -> tuple[Gpu, ...]:
     """The GPUs of the product that ``name`` spells, one for each size of memory; none for an unknown name."""
     return tuple(card.gpu for card in _sizes_of(_split_name(name)[0]))
