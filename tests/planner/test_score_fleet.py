@@ -65,6 +65,9 @@ def test_a_budget_refuses_with_the_cost_and_nothing_left_is_an_error():
     assert {offer.cluster.name for offer in found.offers} == {"ada"}
     assert "more than $" in found.refused[0][1]
     assert "in 2 h 0 min" in found.text()
+    with pytest.raises(NothingFits, match="none is in time") as refused:
+        ranking(ADA, deadline_seconds=60)
+    assert refused.value.hint == "a later --deadline, or a smaller --max-new-tokens"
     with pytest.raises(NothingFits, match="nothing fits on any cluster"):
         ranking(SMALL)
 

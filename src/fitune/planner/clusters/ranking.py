@@ -153,12 +153,16 @@ class Ranking(ABC, Generic[AnyOffer]):
 
 
 def in_order(
-    found: Sequence[AnyOffer], wanted: Wanted, *, preference: Callable[[AnyOffer], int] = lambda offer: 0
+    found: Sequence[AnyOffer],
+    wanted: Wanted,
+    *,
+    preference: Callable[[AnyOffer], int] = lambda offer: 0,
+    less_work: str = "fewer epochs",
 ) -> tuple[tuple[AnyOffer, ...], tuple[tuple[AnyOffer, str], ...]]:
     """The offers that keep deadline and budget, the best first; the others, each with the reason.
 
     A lower ``preference`` comes before the objective. Raises NothingFits when no offer keeps them: it names the offer
-    that comes nearest to each.
+    that comes nearest to each, and ``less_work`` as the last way out.
     """
     broken = [(offer, _too_late(offer, wanted), _too_dear(offer, wanted)) for offer in found]
     if kept := [offer for offer, late, dear in broken if not (late or dear)]:
@@ -184,7 +188,7 @@ def in_order(
     ways = ["a later --deadline"] if wanted.deadline_seconds else []
     ways += ["a larger --budget"] if wanted.budget else []
     hint = (
-        ", ".join([*ways, "or fewer epochs"]) if ways else "wait: in the fleet file, or --objective fastest"
+        ", ".join([*ways, f"or {less_work}"]) if ways else "wait: in the fleet file, or --objective fastest"
     )
     raise NothingFits("\n  ".join(["no cluster keeps what is wanted:", *lines]), hint=hint)
 

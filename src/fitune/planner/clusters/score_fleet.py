@@ -79,7 +79,7 @@ def rank_scoring(fleet: Fleet, wanted: Wanted, questions: Questions, plan_on: Pl
         found += _offers_of(cluster, questions, plan_on, without)
     if not found:
         raise nowhere(without, hint="a smaller --max-new-tokens or --batch-size")
-    kept, refused = in_order(found, wanted)
+    kept, refused = in_order(found, wanted, less_work="a smaller --max-new-tokens")
     return ScoreRanking(
         questions=questions, wanted=wanted, offers=kept, refused=refused, without=tuple(without)
     )
