@@ -51,7 +51,7 @@ def test_ranks_are_rounded_up_to_what_vllm_takes(rank, taken):
 
 def test_without_vllm_the_error_names_the_python_and_the_extra(monkeypatch):
     monkeypatch.setenv("FITUNE_VLLM_PYTHON", "/no/such/python")
-    with pytest.raises(MissingExtra, match="no vLLM in /no/such/python") as caught:
+    with pytest.raises(MissingExtra, match=r"vLLM \(none in /no/such/python") as caught:
         python_of_vllm()
     assert caught.value.hint == "pip install 'fitune[vllm]'"
 

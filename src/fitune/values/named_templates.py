@@ -30,5 +30,5 @@ def require_marks(template: str, known: Container[str]) -> None:
     if missing:
         raise RecipeError(
             f"chat_template: {template}: the tokenizer has no token {' or '.join(missing)}, which would become several",
-            hint=f"added_tokens: {missing} gives each a token and a row; or leave chat_template out",
+            hint=f"training with added_tokens: {missing} gives each a token and a row; else leave chat_template out",
         )

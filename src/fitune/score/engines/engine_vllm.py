@@ -53,9 +53,7 @@ def python_of_vllm() -> str:
     except (OSError, subprocess.TimeoutExpired):
         missing = 1
     if missing:
-        raise MissingExtra(
-            f"--engine vllm (no vLLM in {python}; FITUNE_VLLM_PYTHON names another)", extra="vllm"
-        )
+        raise MissingExtra(f"vLLM (none in {python}; FITUNE_VLLM_PYTHON names another)", extra="vllm")
     return python
 
 
