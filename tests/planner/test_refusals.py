@@ -50,7 +50,7 @@ ON_H100 = [
     ("gpus: 2, offload_parameters: cpu, zero: 2, backend: deepspeed", "zero = 2"),
     ("gpus: 2, offload_optimizer: nvme", "needs a folder"),
     ("offload_optimizer: nvme, nvme_path: /n", "DeepSpeed at stage 3"),
-    ("tuning: lora, offload_activations: nvme, nvme_path: /n", "to the host, not to NVMe"),
+    ("offload_activations: nvme", r"to the host, not to NVMe .*: nvme\)\n  try: offload_activations: cpu$"),
     ("kernels: liger, torch_compile: true", "overwrite saved"),
     ("tuning: lomo, torch_compile: true", "all of its gradients"),
     ("offload_activations: cpu, torch_compile: true", "moves them"),

@@ -188,6 +188,8 @@ def test_defaults_are_decided_and_printed_and_pins_are_not():
         ("tuning: full, lora_r: 8", "lora_r", "tuning"),
         ("optimizer: sgd, adam_beta2: 0.95, momentum: 0", "adam_beta2", "optimizer"),
         ("momentum: 0.5", "momentum", "optimizer"),
+        ("tuning: lora, double_quantization: false", "double_quantization", "tuning"),
+        ("tuning: qlora, quantization_group_size: 32", "quantization_group_size", "quantization"),
     ],
 )
 def test_a_setting_without_effect_is_no_contradiction_but_said_to_do_nothing(settings, idle, of):

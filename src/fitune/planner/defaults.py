@@ -264,14 +264,14 @@ def staging_of(url: str) -> str:
 def idle_words(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Settings that were given and that belong to a method or an optimizer that was not taken."""
     base, is_lora = base_of(plan), isinstance(plan.tuning, Lora)
-    read = frozenset() if isinstance(base, Dense) else base.settings
+    packs, read = ("tuning", frozenset()) if isinstance(base, Dense) else ("quantization", base.settings)
     owners = {
         "lora_": ("tuning", is_lora),
         "rslora": ("tuning", is_lora),
         "adam_": ("optimizer", isinstance(plan.optimizer, AdamW | AdamW8bit)),
         "momentum": ("optimizer", recipe.optimizer == "momentum"),
-        "quantization_group": ("tuning", "quantization_group_size" in read),
-        "double_quant": ("tuning", "double_quantization" in read),
+        "quantization_group": (packs, "quantization_group_size" in read),
+        "double_quant": (packs, "double_quantization" in read),
         "max_grad_value": ("tuning", updates_in_backward(plan.tuning)),
         "optimizer_in_backward": ("tuning", isinstance(plan.tuning, Full)),
     }

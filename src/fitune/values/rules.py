@@ -498,10 +498,12 @@ OFFLOAD = (
         settings=("deepspeed", "offload_parameters"),
     ),
     Rule(
-        broken=lambda plan: "nvme" in plan.offload.places and not plan.offload.nvme_path,
+        broken=lambda plan: (
+            "nvme" in (plan.offload.parameters, plan.offload.optimizer) and not plan.offload.nvme_path
+        ),
         reason="offload to nvme needs a folder, and nvme_path is not set",
         instead="nvme_path: /mnt/nvme",
-        settings=_PLACES,
+        settings=_STATES,
     ),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 from fitune.recipe.foreign.reading import SUPERVISED, TRAINS_NOTHING, Reading, is_on, paths_of
 from fitune.recipe.foreign.trainer_keys import (
     OTHER_CHECKPOINT,
+    PAGED,
     SPEED_SAID,
     WITHOUT_HEADINGS,
     read_metric_logger,
@@ -80,8 +81,8 @@ _OPTIMIZERS = {
     "torch.optim.AdamW": ("adamw", ""),
     "bitsandbytes.optim.AdamW": ("adamw", ""),
     "bitsandbytes.optim.AdamW8bit": ("adamw-8bit", ""),
-    "bitsandbytes.optim.PagedAdamW": ("adamw", "the same update; paged states are not in this version"),
-    "bitsandbytes.optim.PagedAdamW8bit": ("adamw-8bit", "the same update; paged states are not in this version"),
+    "bitsandbytes.optim.PagedAdamW": ("adamw", PAGED),
+    "bitsandbytes.optim.PagedAdamW8bit": ("adamw-8bit", PAGED),
     "torchao.optim.AdamW8bit": ("adamw-8bit", "bitsandbytes' 8-bit states, of the same size"),
     "torch.optim.SGD": ("sgd", ""),
 }  # fmt: skip

@@ -65,13 +65,13 @@ REFUSED = {
 }
 
 _LESS_EXACT = "bitsandbytes' 8-bit states instead of torchao's, of the same size"
-_PAGED = "the same update; paged states are not in this version, so they stay on the device unless a plan moves them"
+PAGED = "the same update; paged states are not in this version"
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     "adamw_apex_fused": ("adamw", ""),
     "adamw_torch_8bit": ("adamw-8bit", _LESS_EXACT),
     "adamw_torch_4bit": ("adamw-8bit", "8-bit states instead of torchao's 4-bit ones: more exact, twice their size"),
-    "paged_adamw_8bit": ("adamw-8bit", _PAGED),
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", _PAGED)),
+    "paged_adamw_8bit": ("adamw-8bit", PAGED),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", PAGED)),
 }  # fmt: skip
 """Trainer's name -> (ours, the difference); a recipe of fitune's own takes the others as they are."""
 
