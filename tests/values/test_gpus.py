@@ -61,7 +61,7 @@ def test_every_spelling_is_found_and_a_canonical_name_is_itself():
         ("rtx-4090-48gb", "4090 comes with 24 GB"),
         ("rtx-4091", "did you mean 'rtx-4090'?"),
         ("gtx-1080", "below 7.0 (Volta)"),
-        ("", "none of the 96 known cards"),
+        ("", "none of the 96 known cards\n  try: gpu: 24GB lists the cards of that size; without --gpu, --gpu-memory"),
         ("MI300X", "fitune does not train on mi300x: it runs ROCm"),
         ("Apple M2 Max 64GB", "fitune does not train on m2-max: it runs Metal"),
         ("Intel Arc B580", "is no CUDA device"),

@@ -85,7 +85,7 @@ def _card_of(name: str) -> Card:
 
 
 CARDS_OF_A_SIZE = "gpu: 24GB lists the cards of that size"
-BY_FIGURES = "--gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
+BY_FIGURES = "without --gpu, --gpu-memory 24GiB --gpu-flops 165e12 --gpu-bandwidth 1008GB/s describe any other CUDA GPU"
 _WHY_ELSEWHERE = {
     "rocm": "it runs ROCm, on which fitune has never been run",
     "gaudi": "it is no CUDA device",
