@@ -16,6 +16,7 @@ from fitune.values.plan import (
     ClipByValue,
     DataPlan,
     DataSource,
+    Ddp,
     Epochs,
     Full,
     InBackward,
@@ -66,15 +67,10 @@ ALLOWED = {
     "run.eval_every": run(eval_every=5),
     "run.save_every": run(save_every=5),
     "run.keep_checkpoints": run(keep_checkpoints=9),
-    "run.report_to[0]": run(report_to=("tensorboard",)),
+    "run.report_to": run(report_to=("tensorboard",)),
     "schedule.duration.count": schedule(duration=Epochs(count=3.0)),
     "batch.micro_batch_size": batch(micro_batch_size=4, accumulation=2),
-    "hardware.gpus_per_node": replace(
-        batch(accumulation=2), hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)
-    ),
-    "hardware.gpu.memory_bytes": replace(
-        PLAN, hardware=Hardware(gpu=replace(PLAN.hardware.gpu, memory_bytes=2**30))
-    ),
+    "hardware": replace(batch(accumulation=2), hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)),
     "offload.activations": replace(PLAN, offload=Offload(activations="cpu")),
     "offload.nvme_path": replace(PLAN, offload=Offload(nvme_path="/scratch")),
     "recompute.blocks": replace(PLAN, recompute=Recompute(blocks=2)),
@@ -84,7 +80,7 @@ ALLOWED = {
 REFUSED = {
     "tuning.rank": replace(PLAN, tuning=replace(PLAN.tuning, rank=16)),
     "tuning.kind": replace(PLAN, tuning=Full()),
-    "tuning.targets[1]": replace(PLAN, tuning=replace(PLAN.tuning, targets=("q_proj", "v_proj"))),
+    "tuning.targets": replace(PLAN, tuning=replace(PLAN.tuning, targets=("q_proj", "v_proj"))),
     "model_path": replace(PLAN, model_path="/models/other"),
     "model.linears": replace(PLAN, model=replace(MODEL, linears=(*MODEL.linears, *MODEL.linears))),
     "data.sources[0].path": replace(PLAN, data=DataPlan(sources=(DataSource(path="b.jsonl"),))),
@@ -96,7 +92,7 @@ REFUSED = {
     "schedule.duration.kind": schedule(duration=Steps(count=100)),
     "batch.seq_len": batch(seq_len=32),
     "batch.accumulation": batch(accumulation=8),
-    "hardware.gpus_per_node": replace(PLAN, hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)),
+    "hardware": replace(PLAN, hardware=Hardware(gpu=PLAN.hardware.gpu, gpus_per_node=2)),
 }
 
 
@@ -149,6 +145,18 @@ def test_refused(setting):
     assert not found[setting].allowed
     with pytest.raises(CheckpointError, match="forbid going on"):
         require_resumable(PLAN, REFUSED[setting])
+
+
+def test_other_devices_and_another_kind_are_one_line_each():
+    """Seven figures of the processor were listed where two processes went on with the run of one."""
+    half = replace(PLAN.hardware.gpu, memory_bytes=2**30, fp32_flops=1e9, source="half")
+    two = Hardware(gpu=half, gpus_per_node=2, host_memory_bytes=1, taken_bytes=1, left_out="1 × t4")
+    wanted = replace(batch(accumulation=2), hardware=two, sharding=Ddp(), tuning=Full())
+    found = {d.setting: (d.saved, d.wanted) for d in compare_plans(PLAN, wanted)}
+    assert list(found) == ["hardware", "tuning.kind", "sharding.kind", "batch.accumulation"]
+    assert found["hardware"][1] == "2 × cpu of 1.00 GiB"
+    targets = compare_plans(PLAN, REFUSED["tuning.targets"])
+    assert [(d.saved, d.wanted) for d in targets] == [("q_proj", "q_proj, v_proj")]
 
 
 def test_other_base_weights_are_harmless_when_all_weights_are_in_the_checkpoint():

@@ -1,7 +1,7 @@
 """Find, check and read a checkpoint; and may a run go on from it under another plan? Every setting that differs, and
 why it may or may not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
 from fitune.values.run_directory import moved, placed
 from fitune.values.serial import TABLE_BYTES, read_object, to_data
+from fitune.values.words import devices_with_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +173,18 @@ def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
     saved = placed(replace(moved(saved, Path(wanted.run.output_dir)), run=saved.run))
     if saved.model_path == wanted.model_path:  # the name may be a relative path to it
         saved = replace(saved, model=replace(saved.model, name=wanted.model.name))
-    before, after = _flat(to_data(saved), ""), _flat(to_data(wanted), "")
+    before, after = _settings(saved), _settings(wanted)
+    changed = [each for each in dict.fromkeys([*before, *after]) if before.get(each) != after.get(each)]
+    kinds = [each.removesuffix("kind") for each in changed if each.endswith(".kind")]
     differences = []
-    for setting in dict.fromkeys([*before, *after]):
-        old, new = before.get(setting, "–"), after.get(setting, "–")
-        if old != new and not _below(setting, *_OF_THE_MOMENT):
-            allowed, reason = _verdict(setting, saved, wanted)
-            one, other = (f"a list of {len(v)}" if isinstance(v, list) else str(v) for v in (old, new))
-            differences.append(
-                Difference(setting=setting, saved=one, wanted=other, allowed=allowed, reason=reason)
-            )
+    for setting in changed:
+        if any(setting.startswith(kind) and setting != f"{kind}kind" for kind in kinds):
+            continue  # a setting of one kind has no counterpart in the other
+        one, other = (_in_words(settings.get(setting, "–")) for settings in (before, after))
+        allowed, reason = _verdict(setting, saved, wanted)
+        differences.append(
+            Difference(setting=setting, saved=one, wanted=other, allowed=allowed, reason=reason)
+        )
     return differences
 
 
@@ -216,12 +219,6 @@ def difference_table(differences: list[Difference]) -> str:
         rows.append((d.setting, d.saved, d.wanted, f"{'allowed' if d.allowed else 'refused'}: {d.reason}"))
     return text_table(rows, indent=2, left=range(4))
 
-
-_OF_THE_MOMENT = (
-    "hardware.nvme_bytes", "hardware.host_memory_bytes", "hardware.calibration", "hardware.measured",
-    "hardware.taken_bytes", "hardware.left_out", "batch.mean_row_tokens",
-)  # fmt: skip
-"""Measured when the plan is made and different every time: no setting of anybody's."""
 
 _FREE = {
     "only a place": (
@@ -283,12 +280,29 @@ def _clip(plan: Plan) -> ClipByValue | ClipByNorm:
     return clip_in_backward(plan.tuning) or ClipByNorm(max_norm=plan.schedule.max_grad_norm)
 
 
-def _flat(data: Any, path: str) -> dict[str, Any]:
-    """Nested data as ``a.b[0].c`` -> value. The matrices of a model are one value: their list is long."""
+def _settings(plan: Plan) -> dict[str, Any]:
+    """Each setting of ``plan`` as ``a.b[0].c`` -> value, without what is measured anew for every plan.
+
+    Devices are one setting, and so is a list of words or of a model's matrices.
+    """
+    devices = devices_with_memory(replace(plan.hardware, taken_bytes=0, left_out=""))
+    data = to_data(replace(plan, batch=replace(plan.batch, mean_row_tokens=0)))
+    return dict(_flat({**data, "hardware": devices}, ""))
+
+
+def _flat(data: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(data, Mapping) and data:
-        pairs = [(f"{path}.{key}" if path else str(key), item) for key, item in data.items()]
-    elif isinstance(data, list) and data and path != "model.linears":
-        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(data)]
+        for key, item in data.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(data, list) and data and isinstance(data[0], Mapping) and path != "model.linears":
+        for index, item in enumerate(data):
+            yield from _flat(item, f"{path}[{index}]")
     else:
-        return {path: data}
-    return {name: value for key, item in pairs for name, value in _flat(item, key).items()}
+        yield path, data
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    matrices = f"a list of {len(value)}" if value and isinstance(value[0], Mapping) else ""
+    return matrices or ", ".join(map(str, value)) or "none"
