@@ -105,8 +105,8 @@ def test_a_folder_that_is_not_shared_is_refused_on_both(start, tmp_path):
 
 
 def test_other_settings_are_named_before_anything_runs(start):
-    for said in failed(2, start(0), start(1, learning_rate=2e-3)):
-        assert "learning_rate in the recipe differs: 0.001 on node 0" in said
+    for said in failed(2, start(0), start(1, weight_decay=0.1)):
+        assert "weight_decay in the recipe differs: none on node 0" in said
 
 
 def test_a_signal_to_one_node_lets_both_save(start, tmp_path):

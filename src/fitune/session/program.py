@@ -123,8 +123,8 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, e
                 mine = f"rank {first}" if each == 1 else f"ranks {first}–{first + each - 1}"
                 emit(
                     Note(
-                        f"{mine} of {plan.hardware.num_gpus} train here; {nodes.name(0)} tells how it goes, and what "
-                        f"they say is in {plan.run.output_dir}/{LOGS}"
+                        f"here: {mine} of {plan.hardware.num_gpus}; {nodes.name(0)} tells how it goes, and what is "
+                        f"printed here is in {plan.run.output_dir}/{LOGS}"
                     )
                 )
             else:

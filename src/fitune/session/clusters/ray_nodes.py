@@ -73,8 +73,9 @@ def require_same(facts: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     for node, theirs in facts:
         for name in sorted(own.keys() | theirs.keys()):
             if own.get(name) != theirs.get(name):
+                one, other = (repr(each[name]) if name in each else "none" for each in (own, theirs))
                 raise HardwareError(
-                    f"{name} differs: {own.get(name)!r} on {first}, {theirs.get(name)!r} on {node}",
+                    f"{name} differs: {one} on {first}, {other} on {node}",
                     hint="the same versions, recipe and options on every node",
                 )
 
