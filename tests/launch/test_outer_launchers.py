@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def words(tmp_path, model_folder, data_file):
     settings = {
-        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "gpus": 2, "zero": 3,
+        "model": model_folder, "data": data_file, "tuning": "lora", "precision": "fp32", "zero": 3,
         "backend": "fsdp", "seq_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2,
         "samples": 0, "output_dir": tmp_path / "run", "report_to": "tensorboard",
     }  # fmt: skip
@@ -59,6 +59,13 @@ def test_the_variables_of_mpirun_start_a_run(words, tmp_path):
         environments = [mpi(rank, MASTER_PORT=str(port)) for rank in range(2)]
         assert [code for code, _ in started(environments, words)] == [0, 0]
     assert report_of(tmp_path / "run").status == "complete"
+
+
+def test_another_number_of_processes_than_asked_for_is_refused(words):
+    with kept_port() as port:
+        ended = started([mpi(rank, MASTER_PORT=str(port)) for rank in range(2)], [*words, "--gpus", "4"])
+    assert [code for code, _ in ended] == [2, 2]  # 4 is of a rank that another one failed
+    assert "error: the plan is for 4 ranks, and 2 were started\n  try: gpus: 2, or start 4" in ended[0][1]
 
 
 def test_a_port_that_is_taken_is_named(words):

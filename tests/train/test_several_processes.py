@@ -305,7 +305,7 @@ def test_measured_memory_of_a_rank_is_what_was_predicted(results):
 
 def test_another_number_of_processes_than_planned_is_refused(results):
     for rank in said(results):
-        assert "the plan is for 4 processes, and 2 were started" in rank[-1]["error"]
+        assert "the plan is for 4 ranks, and 2 were started" in rank[-1]["error"]
 
 
 @pytest.mark.parametrize("name", marked(GOES_ON))

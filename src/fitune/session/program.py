@@ -85,6 +85,8 @@ def train_program(
                 first = None if place.node else first_attempt(recipe, overwrite=overwrite, emit=emit)
                 return train_by_ranks(first if isinstance(first, Attempt) else None, recipe, nodes, emit=emit)
         emit = emit if ranks.is_first else ignore_event
+        if not ranks.is_alone and recipe.gpus is None:  # the other launcher says how many
+            recipe = recipe.model_copy(update={"gpus": max(1, ranks.world // recipe.nodes)})
         attempt = first_attempt(recipe, overwrite=overwrite, emit=emit, ranks=ranks)
         if not isinstance(attempt, Attempt):
             return 0

@@ -28,8 +28,8 @@ from fitune.engine.protocol import Lazy
 from fitune.engine.ranks import Ranks
 from fitune.errors import (
     FituneError,
+    HardwareError,
     PeerGone,
-    RankFailed,
     RecipeError,
     RunDirectoryError,
     TrainingFailed,
@@ -40,6 +40,7 @@ from fitune.models.weight_files import weights_identity
 from fitune.track.metrics import last_step
 from fitune.train.current import Run
 from fitune.train.failure import Whereabouts
+from fitune.units import counted
 from fitune.values.plan import Plan
 from fitune.values.predictions import Phase
 from fitune.values.rank_status import (
@@ -243,10 +244,10 @@ def require_shared_directory(ranks: Ranks, directory: Path, *, attempt: str) -> 
 
 
 def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> None:
-    """Raises RankFailed, on every rank, naming what differs between them: they would train different models."""
+    """Raises HardwareError, on every rank, naming what differs between them: they would train different models."""
     if ranks.world != plan.hardware.num_gpus:
-        raise RankFailed(
-            f"the plan is for {plan.hardware.num_gpus} processes, and {ranks.world} were started",
+        raise HardwareError(
+            f"the plan is for {counted(plan.hardware.num_gpus, 'rank')}, and {ranks.world} were started",
             hint=f"gpus: {ranks.world}, or start {plan.hardware.num_gpus}",
         )
     if plan.hardware.nodes > 1 and ranks.local == 0 and not base:  # each reads its own copy of them
@@ -264,7 +265,7 @@ def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> No
         for rank, theirs in enumerate(found):
             if theirs[name] != value and theirs[name]:
                 short = "" if name == "the plan" else f": {value[:16]} and {theirs[name][:16]}"
-                raise RankFailed(
+                raise HardwareError(
                     f"{name} differs between rank 0 and rank {rank}{short}",
                     hint="the same files, the same recipe and the same versions on every machine",
                 )
