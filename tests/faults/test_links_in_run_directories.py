@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from fitune.files import open_for_append, remove_stale_siblings, temporary_sibli
 from fitune.report.run_files import read_run
 from fitune.track.metrics import MetricsLog
 from fitune.train.directory import remove_run, require_own_directory
+from fitune.values.plan import DataSource
 from fitune.values.run_directory import FILES, FOLDERS, require_real_files
 from fitune.values.run_lock import lock_directory
 
@@ -52,6 +54,16 @@ def _strange(path, kind, outside):
         os.mkfifo(path)
     else:
         path.symlink_to(outside if kind == "folder" else outside / "file")
+
+
+@pytest.mark.parametrize(("data", "instead"), [("rows", "runs/x"), ("runs", "trained/x")])
+def test_the_place_that_a_refusal_names_would_be_taken(tmp_path, make_plan, data, instead):
+    """Of data in runs/ the folder that was refused was named again."""
+    (tmp_path / data).mkdir()
+    source = DataSource(path=str(tmp_path / data))
+    plan = make_plan(output_dir=str(tmp_path / data / "x"))
+    with pytest.raises(RunDirectoryError, match=f"e.g. {tmp_path}/{instead}$"):
+        require_own_directory(replace(plan, data=replace(plan.data, sources=(source,))))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "file"])

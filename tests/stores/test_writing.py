@@ -178,11 +178,12 @@ def test_credentials_that_are_absent_are_named(store, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "words", "hint"),
     [
-        ("S3://bucket/x", "S3:// addresses are not opened", "did you mean 's3://'"),
+        ("S3://bucket/x", "S3:// addresses are not opened", "did you mean 's3'"),
         ("s3:///bucket/x", "names no bucket", "s3://BUCKET/folder"),
         ("ftp:///x", "names no host", "ftp://HOST/folder"),
         ("s3://bucket/runs/../x", "'..' is a name like others", "without '..'"),
         ("memory://host/x", "memory:// addresses are not opened", ""),
+        ("http://example.com/x", "http:// addresses are not opened", "a folder, or s3://"),
         ("https://example.com/x", "https:// addresses are not opened", "a folder, or s3://"),
         ("s3://bucket/x?versionId=3", "'?' may not stand in a folder's URL", "s3://bucket/x"),
     ],
@@ -192,6 +193,7 @@ def test_urls_that_name_no_store_are_refused_before_they_are_asked(url, words, h
         Store(url)
     assert words in refused.value.message
     assert hint in str(refused.value.hint)
+    assert ("did you mean" in hint) == ("did you mean" in str(refused.value.hint))
 
 
 def test_names_with_spaces_and_other_scripts_are_kept(bucket, folder):

@@ -69,10 +69,11 @@ def require_address(url: str, clients: Mapping[str, str] = CLIENTS, *, error: ty
     scheme, _, path = url.partition("://")
     inner = path.partition("]")[2] if path.startswith("[") else path  # [::1] is a host
     if scheme not in clients or "::" in inner:
-        known = [f"{name}://" for name in (*(("https",) if error is DataError else ()), *clients)]
-        close = did_you_mean(f"{scheme}://", known)
+        known = [*(("https",) if error is DataError else ()), *clients]
         instead = "download the file and give its path, or use" if error is DataError else "a folder, or"
-        hint = joined_hints(close, f"{instead} {', '.join(known)}")
+        hint = joined_hints(
+            did_you_mean(scheme, known), f"{instead} {', '.join(f'{name}://' for name in known)}"
+        )
         raise error(f"{url}: {scheme}:// addresses are not opened", hint=hint)
     if path.startswith("/") and scheme == "hdfs":
         return scheme  # the name node of the client's settings

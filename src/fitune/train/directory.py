@@ -85,7 +85,8 @@ def _refuse_overlap(directory: PurePath, setting: str, path: PurePath) -> None:
     else:
         return
     outside = min(path, directory, key=lambda place: len(place.parts)).parent
+    folder = outside / ("trained" if path.name == "runs" else "runs")
     raise RunDirectoryError(
         f"output_dir {_shown(directory)} {fault}",
-        hint=f"an output_dir of its own, e.g. {_shown(outside / 'runs' / directory.name)}",
+        hint=f"an output_dir of its own, e.g. {_shown(folder / directory.name)}",
     )
