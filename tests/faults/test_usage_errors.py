@@ -19,6 +19,8 @@ import pytest
         (["doctor", "--calibrat"], "--calibrat is not an option of fitune doctor", "did you mean '--calibrate'?"),
         (["plan", "--fleet"], "--fleet has no value", "--help"),
         (["trian"], "fitune: no such command 'trian'", "did you mean 'train'?"),
+        (["why", "r.yaml"], "fitune why: 'r.yaml' sets nothing", 'fitune why "zero: 3" RECIPE.yaml'),
+        (["why", "--gpu", "t4"], "fitune why: '--gpu' sets nothing", 'fitune why "zero: 3" RECIPE.yaml'),
         (["report"], "fitune report: missing argument", "fitune report --help"),
         (["plan", "--model", "gpt2", "--tuning", "lorra"], "tuning = 'lorra': must be 'full', 'lora'", "'lora'?"),
     ],

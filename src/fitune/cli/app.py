@@ -168,6 +168,8 @@ def why(
     """Compare another choice with the plan that is taken, in bytes and seconds."""
     from fitune.session.alternatives import plan_with
 
+    if not {":", "="} & {*change}:  # the recipe, or an option, stands first
+        raise RecipeError(f"fitune why: {change!r} sets nothing", hint='fitune why "zero: 3" RECIPE.yaml')
     _print(*plan_with(_recipe(words, settings), change), json=json)
 
 
