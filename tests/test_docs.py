@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fitune.values.run_directory import FILES, FOLDERS, LOGS
 from sources import trees
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,11 @@ def test_no_message_names_a_page_that_an_installed_wheel_lacks():
                 if isinstance(text, ast.Constant) and re.search(r"docs/[\w-]+\.md", str(text.value))
             ]
     assert not named
+
+
+def test_operations_lists_what_a_run_writes():
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    assert [name for name in (*FILES, *FOLDERS, LOGS) if f"`{name}" not in page] == []
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
