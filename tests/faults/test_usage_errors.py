@@ -21,6 +21,7 @@ import pytest
         (["trian"], "fitune: no such command 'trian'", "did you mean 'train'?"),
         (["why", "r.yaml"], "fitune why: 'r.yaml' sets nothing", 'fitune why "zero: 3" RECIPE.yaml'),
         (["why", "--gpu", "t4"], "fitune why: '--gpu' sets nothing", 'fitune why "zero: 3" RECIPE.yaml'),
+        (["launch", "r.yaml"], "launch prints what starts a plan, and was not told which", "--on kuberay"),
         (["report"], "fitune report: missing argument", "fitune report --help"),
         (["plan", "--model", "gpt2", "--tuning", "lorra"], "tuning = 'lorra': must be 'full', 'lora'", "'lora'?"),
     ],

@@ -224,6 +224,14 @@ def test_bad_settings_are_refused_in_words(setting, words):
         documents(asked("model: qwen3-0.6b, tuning: full, gpu: h100"), setting)
 
 
+def test_each_process_of_a_node_has_a_core():
+    """Ray gives every worker one: with fewer it waits for room that no pod will have."""
+    with pytest.raises(
+        FituneError, match="job.cpus = 1, and each of the plan's 2 processes on a node needs a core"
+    ):
+        documents(asked("model: qwen3-0.6b, tuning: full, gpu: h100, gpus: 2"), "cpus=1")
+
+
 def test_what_pods_cannot_see_is_refused():
     for needed, words in (([], "no image"), (NEEDED[:1], "no volume claim")):
         with pytest.raises(RecipeError, match=words):

@@ -309,7 +309,10 @@ def launch(
         recipe = _recipe(words, settings)
         _print(*launch_lines(recipe, words or [], settings or [], rendezvous=rendezvous), json=json)
     else:
-        raise RecipeError("launch prints commands and starts nothing", hint="launch --print, or fitune train")
+        raise RecipeError(
+            "launch prints what starts a plan, and was not told which",
+            hint="--print for commands, --on kuberay, kubernetes or slurm for a job; fitune train starts one here",
+        )
 
 
 @app.command(**_RECIPE)

@@ -35,6 +35,12 @@ def job_of(priced: Priced, settings: JobSettings, *, fetches_model: bool, storag
     shm = _at_least("shm", settings.shm, shm_bytes_of(hardware.gpus_per_node))
     memory = _at_least("memory", settings.memory, memory_bytes(plan, estimate, shm_bytes=shm))
     disk = _at_least("disk", settings.disk, disk_bytes(plan, fetches_model=fetches_model))
+    ranks, cores = hardware.gpus_per_node, settings.cpus or cpus(plan)
+    if cores < ranks:
+        raise HardwareError(
+            f"job.cpus = {cores}, and each of the plan's {ranks} processes on a node needs a core",
+            hint=f"job.cpus={cpus(plan)}, or leave it out",
+        )
     grace = settings.grace or grace_seconds(estimate, storage_bandwidth or STORAGE_BANDWIDTH)
     if grace < (least := estimate.step_seconds + estimate.checkpoint_bytes / 5e9):
         raise RecipeError(
@@ -49,7 +55,7 @@ def job_of(priced: Priced, settings: JobSettings, *, fetches_model: bool, storag
     )
     return Job(
         settings=settings, name=job_name(f"{settings.mount}/{plan.run.output_dir}", asked=settings.name),
-        gpu=hardware.gpu.name, gpus=hardware.gpus_per_node, nodes=hardware.nodes, cpus=settings.cpus or cpus(plan),
+        gpu=hardware.gpu.name, gpus=ranks, nodes=hardware.nodes, cpus=cores,
         memory_bytes=memory, shm_bytes=shm, disk_bytes=disk, grace_seconds=grace,
         notes={"plan": describe_plan(plan), "predicted": predicted},
     )  # fmt: skip
