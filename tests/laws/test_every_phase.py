@@ -12,7 +12,14 @@ from fitune.rehearse.step import trace_plan
 from fitune.rehearse.trace import peaks_by_kind
 from fitune.values.plan import Hqq, Nf4, Offload
 from fitune.values.predictions import Phase
-from laws.test_rehearsal_estimate import ADALOMO_BY_NORM, FLASH, IN_BACKWARD_BY_NORM, LOMO_BY_NORM, planned
+from laws.test_rehearsal_estimate import (
+    ADALOMO,
+    ADALOMO_BY_NORM,
+    FLASH,
+    IN_BACKWARD_BY_NORM,
+    LOMO_BY_NORM,
+    planned,
+)
 from plans import CPU, gpu
 from rehearse.tiny_configs import tiny
 
@@ -30,6 +37,7 @@ def hidden_states_off(plan, config):
 FORWARD, LOSS, BACKWARD, EVERY = (Phase.FORWARD,), (Phase.LOSS,), (Phase.BACKWARD,), tuple(Phase)
 SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 3}
 PLAIN = {**SMALL, "num_key_value_heads": 8, "intermediate_size": 2048, "vocab_size": 600}
+GATED = {**SMALL, "intermediate_size": 1408, "head_dim": 64}
 WIDE = {
     "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 5632,
     "num_hidden_layers": 3,
@@ -94,6 +102,22 @@ MOMENTS = {
     "the first of two backwards holds all, experts that are never stepped in fp32": (
         "qwen3_moe", EXPERTS, {**TWO_THOUSAND, "method": LOMO_BY_NORM}, EVERY, 0.2,
     ),
+    # the product beside the down projection's step (+ 2.75), input and gradient of a linear that makes gate and up
+    # (+ 2), the gradient that a norm behind the MLP has made (+ 1)
+    **{
+        f"what a linear read is gone when its weight is stepped: {family}": (
+            family, GATED, {**FLASH, "method": ADALOMO, "seq_len": 256, "recompute": 3, **choice}, BACKWARD, 0.1,
+        )
+        for family, choice in (("llama", {}), ("phi3", {}), ("gemma2", {"kernels": "liger"}))
+    },
+    # the norm of the queries (− 1), a gate that one linear makes with up (− 5.6), values of a written row (− 0.5) and a
+    # second partial gradient of the MLP's input, which adapters alone make (+ 0.25)
+    **{
+        f"the first of two backwards lets go of nothing: {family}": (
+            family, different, {**FLASH, "method": LOMO_BY_NORM, "seq_len": 256}, BACKWARD, 0.1,
+        )
+        for family, different in (("qwen3", GATED), ("mixtral", {}), ("gemma2", GATED), ("llama", GATED))
+    },
     # DoRA's norms on a packed base: forward was planned 47 too low, half of these the identity matrices that DoRA
     # multiplies
     "a block at work is counted beside the activations that leave": (
@@ -152,6 +176,10 @@ MOMENTS = {
         )
         for family in ("gemma2", "gemma3_text")
     },
+    # one plus each norm's weight in fp32: half a hidden state too low at every moment
+    "a norm in fp32 keeps one plus its weight": (
+        "gemma3_text", GATED, {**FLASH, "tuning": "lora", "rows": 1, "seq_len": 64, "chunk": 32}, EVERY, 0.12,
+    ),
     # whatever the number of experts that a token goes to
     **{
         f"every moment of a mixture: {number}": (family, different, {**FLASH, **choice}, EVERY, 0.35)
@@ -203,6 +231,8 @@ TWICE = {
     "an adapter that drops out leaves the product to its callers: phi3",
     "an adapter that drops out leaves the product to its callers: phi",
     "the first of two backwards holds all, experts that are never stepped in fp32",
+    "what a linear read is gone when its weight is stepped: phi3",
+    "the first of two backwards lets go of nothing: llama",
     "a block ends beside the one before where activations leave: gpt2",
     "a gradient waits while a block runs again for the gate: phi3",
     "what a norm's weight multiplied is gone when its input has a gradient: gemma3_text",

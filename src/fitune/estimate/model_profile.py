@@ -256,8 +256,8 @@ def _backward_peak(
     for stage in reversed(stages):
         fresh = max(stage.largest_gradient, stage.stepped if steps else 0) if gradients_exist else 0
         gradients += 0 if gradients_exist else stage.gradients
-        own = max(stage.backward, stage.backward_holding) if holds else stage.backward
-        worst = _larger(worst, BackwardPeak(kept=kept, gradients=gradients, temporaries=own + fresh))
+        own = max(stage.backward + fresh, stage.backward_holding if holds else 0)
+        worst = _larger(worst, BackwardPeak(kept=kept, gradients=gradients, temporaries=own))
         kept -= 0 if holds else stage.kept
     return worst
 

@@ -39,6 +39,8 @@ def attention_stages(
         kept=_queries_keys_values(site, projections) if passes else 0,
         forward=site.t * site.e * (2 * site.h + turned),
         backward=site.t * site.e * (site.h + back) + waiting if passes else 0,
+        # back through the norm of the queries, beside the gradients of the stream and of the input
+        backward_holding=(site.model.qk_norm != "none") * (2 * site.stream + 5 * FP32 * site.t * q),
     )
     yield with_linears(site, inputs, projections, input_has_gradient=site.gradient_enters)
     scores = _scores(site, output_needed=site.reads_input(output))
@@ -149,11 +151,11 @@ def _written_scores(site: Site, *, rows: int, output_needed: bool) -> Stage:
         """Bytes while a row goes back: gradients of the softmax's output in fp32 and of its input, fp32 where scores
         were cast, when the 16-bit probabilities, or the dropped ones and their masks, are gone; CUDA's kernel
         multiplies gradient and output first (SoftMax.cu). The residual's gradient, and the output's while other rows
-        wait for it. ``holding``: nothing is let go, because backward runs again."""
+        wait for it. ``holding``: nothing is let go, because backward runs again; the row's values have a gradient."""
         gradients = FP32 + (FP32 if site.casts_scores else e) + (FP32 if site.on_cuda else 0)
         per_score = max(e, gradients - (0 if holding else in_16_bit + mask_bytes))
         waiting = (rows > 1) - (output_needed and not holding)
-        return n * row_tokens**2 * per_score + t * e * (h + waiting * q)
+        return n * row_tokens**2 * per_score + t * e * (h + waiting * q) + holding * row_tokens * e * q
 
     return Stage(
         name="attention",

@@ -101,14 +101,15 @@ def _norm(site: Site, name: str, *, passes: bool, read_by: Sequence[Linear] = ()
     weights = (site.h if site.model.norm_type == "rms" else 2 * site.h) if site.full else 0
     in_fp32 = site.t * site.h * FP32
     if site.model.norm_type == "layer" or site.fused:
-        backward = (3 - output_kept) * site.stream
+        holding, let_go = 3 * site.stream, 0
     else:
-        backward = (1 - output_kept) * site.stream + 5 * in_fp32 - site.t * site.h * site.scaled_bytes
+        holding, let_go = site.stream + 5 * in_fp32, site.t * site.h * site.scaled_bytes
     return Stage(
         name=name,
         kept=norm_kept(site, size=site.h, groups=1, passes=passes) + output_kept * site.stream,
         forward=2 * site.stream if site.fused else site.stream + 3 * in_fp32,
-        backward=backward if passes or site.full else 0,
+        backward=holding - output_kept * site.stream - let_go if passes or site.full else 0,
+        backward_holding=holding if passes or site.full else 0,
         gradients=weights * site.e,
         largest_gradient=weights * site.e,
     )

@@ -32,8 +32,8 @@ def mlp_stages(
     keeps_product = reaches and not gated and activation.keeps_output
     # a packed product without adapter keeps nothing: a block runs again only when the gated product's gradient is there
     gate_first = gated and site.fused and unpacked and not adapted_out
-    # gradients of gate and up, and as many partial ones of their shared input
-    inputs_back = stream + (2 if gated else 1) * (wide + stream)
+    # gradients of gate and up, and partial ones of their shared input: adapters make another while both are there
+    inputs_back = 2 * stream + (2 if gated else 1) * wide + (gated and not site.full) * stream
     yield with_linears(
         site,
         Stage(
@@ -45,6 +45,8 @@ def mlp_stages(
         ),
         inputs,
         input_has_gradient=site.gradient_enters if model.parallel_blocks else passes,
+        # the gradient of up, or of all that one linear makes, and the input that it alone reads
+        gone_by_step=wide if len(inputs) > 1 else inputs_back - stream,
     )
     yield _activation_stage(
         site, inputs, reaches=reaches, adapted_out=adapted_out, gate_first=bool(gate_first), waiting=waiting,
@@ -80,7 +82,8 @@ def mlp_stages(
         incoming=incoming if again else 0,
         making=making if goes_back else 0,
     )
-    yield with_linears(site, outputs, down)
+    # the product, and the gradient that a norm behind it made
+    yield with_linears(site, outputs, down, gone_by_step=product_kept + site.norms_outputs * stream)
 
 
 def _activation_stage(
@@ -131,6 +134,7 @@ def _activation_stage(
         # in parallel blocks in place of the residual, which is the block's input
         forward=2 * stream + tensors * wide + (0 if model.parallel_blocks else beside_attention),
         backward=backward + site.shared_dropout_gradient if reaches else 0,
+        backward_holding=stream + halves_backward(activation) * wide if halves else 0,
         again=again,
         making=making,
         incoming=incoming,
@@ -144,6 +148,12 @@ def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
     (``halves``), both live as long as up does.
     """
     return 2 + (activation.inner + activation.makes_output if halves else activation.kept)
+
+
+def halves_backward(activation: Activation) -> int:
+    """Tensors of the MLP's width alive at the worst moment back through a gate that one linear makes with up, where
+    nothing is let go of: both gradients and both again as one tensor, or up's while the activation goes back."""
+    return max(4, 1 + activation.backward)
 
 
 def gate_backward(site: Site, *, width: int, halves: bool) -> int:

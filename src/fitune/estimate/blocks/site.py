@@ -144,7 +144,8 @@ def norm_kept(site: Site, *, size: int, groups: int, passes: bool) -> int:
     Liger's RMSNorm: t · (e·size + 4·groups), the input and the fp32 reciprocal root (liger_kernel.ops.rms_norm 0.8.5).
     transformers': t · (4·size + 4·groups), + e·size (4·size) when the weight trains. The input is squared and scaled in
     fp32: a copy under 16 bit, the residual stream itself under fp32, so 4·size either way. The weight's gradient needs
-    what it multiplies: e·size in Llama's order (cast, then weight), 4·size in Gemma's (weight, then cast).
+    what it multiplies: e·size in Llama's order (cast, then weight), 4·size in Gemma's (weight, then cast), which also
+    keeps one plus the weight, 4 · size / groups.
     ``groups`` is 1, or the heads of a q/k norm. LlamaRMSNorm, GemmaRMSNorm.
     """
     if not (passes or site.full):
@@ -153,7 +154,8 @@ def norm_kept(site: Site, *, size: int, groups: int, passes: bool) -> int:
         return site.t * (site.e * size + 2 * FP32 * groups)
     if site.fused:
         return site.t * (site.e * size + FP32 * groups)
-    return site.t * (FP32 * size + FP32 * groups + site.scaled_bytes * size)
+    one_plus_weight = site.model.scales_norms_in_fp32 * FP32 * size // max(1, groups)
+    return site.t * (FP32 * size + FP32 * groups + site.scaled_bytes * size) + one_plus_weight
 
 
 def with_linears(
