@@ -110,13 +110,15 @@ MOMENTS = {
         )
         for family, choice in (("llama", {}), ("phi3", {}), ("gemma2", {"kernels": "liger"}))
     },
-    # the norm of the queries (− 1), a gate that one linear makes with up (− 5.6), values of a written row (− 0.5) and a
-    # second partial gradient of the MLP's input, which adapters alone make (+ 0.25)
+    # what a written-out activation kept (− 12), the norm of the queries (− 1), a gate that one linear makes with up
+    # (− 5.6), values of a written row (− 0.5) and a second partial gradient of the MLP's input, which adapters alone
+    # make (+ 0.25)
     **{
         f"the first of two backwards lets go of nothing: {family}": (
             family, different, {**FLASH, "method": LOMO_BY_NORM, "seq_len": 256}, BACKWARD, 0.1,
         )
-        for family, different in (("qwen3", GATED), ("mixtral", {}), ("gemma2", GATED), ("llama", GATED))
+        for family, different in (("gpt2", PLAIN), ("qwen3", GATED), ("mixtral", {}), ("gemma2", GATED),
+                                  ("llama", GATED))
     },
     # DoRA's norms on a packed base: forward was planned 47 too low, half of these the identity matrices that DoRA
     # multiplies

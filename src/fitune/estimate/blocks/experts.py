@@ -7,7 +7,7 @@ adapter adds; with either fitune's own forward runs (models/experts.py), else tr
 
 from collections.abc import Iterator, Sequence
 
-from fitune.estimate.blocks.mlp import gate_backward, gated_mlp_tensors_kept, halves_backward
+from fitune.estimate.blocks.mlp import gate_backward, gated_mlp_tensors_kept, holding_backward
 from fitune.estimate.blocks.site import FP32, INDEX, Site, norms_keep_input, whole_weight_bytes, with_linears
 from fitune.values.model.block_profile import Stage
 from fitune.values.model.model_spec import Linear
@@ -88,7 +88,7 @@ def expert_stages(site: Site, linears: Sequence[Linear], *, passes: bool) -> Ite
         kept=gates_kept if passes or x.adapted_in else 0,
         forward=x.forward_bytes + S * e * (h + max(4, x.activation.forward + 1) * f),
         backward=gate_backward(x, width=f * x.model.experts_per_token, halves=True),
-        backward_holding=x.stream + halves_backward(x.activation) * S * e * f,
+        backward_holding=x.stream + holding_backward(x.activation, halves=True) * S * e * f,
     )
     before_product = S * e * (h + f)  # gradients of output and input
     again = x.beside_bytes + x.frozen_inputs_bytes + S * e * ((0 if x.trained_out else f) + h) + x.held_out

@@ -134,7 +134,9 @@ def _activation_stage(
         # in parallel blocks in place of the residual, which is the block's input
         forward=2 * stream + tensors * wide + (0 if model.parallel_blocks else beside_attention),
         backward=backward + site.shared_dropout_gradient if reaches else 0,
-        backward_holding=stream + halves_backward(activation) * wide if halves else 0,
+        # up's gradient has become one of the input by then
+        backward_holding=(1 + (gated and not halves)) * stream
+        + holding_backward(activation, halves=halves) * wide,
         again=again,
         making=making,
         incoming=incoming,
@@ -150,10 +152,12 @@ def gated_mlp_tensors_kept(activation: Activation, *, halves: bool) -> int:
     return 2 + (activation.inner + activation.makes_output if halves else activation.kept)
 
 
-def halves_backward(activation: Activation) -> int:
-    """Tensors of the MLP's width alive at the worst moment back through a gate that one linear makes with up, where
-    nothing is let go of: both gradients and both again as one tensor, or up's while the activation goes back."""
-    return max(4, 1 + activation.backward)
+def holding_backward(activation: Activation, *, halves: bool) -> int:
+    """Tensors of the MLP's width alive at the worst moment back through the activation where nothing is let go of: what
+    it needs and what it kept between; where one linear makes gate and up (``halves``) beside up's gradient, or both
+    gradients and both again as one tensor."""
+    through = activation.backward + activation.inner
+    return max(4, 1 + through) if halves else through
 
 
 def gate_backward(site: Site, *, width: int, halves: bool) -> int:
