@@ -111,14 +111,16 @@ MOMENTS = {
         for family, choice in (("llama", {}), ("phi3", {}), ("gemma2", {"kernels": "liger"}))
     },
     # what a written-out activation kept (− 12), the norm of the queries (− 1), a gate that one linear makes with up
-    # (− 5.6), values of a written row (− 0.5) and a second partial gradient of the MLP's input, which adapters alone
-    # make (+ 0.25)
+    # (− 5.6), values of a written row (− 0.5), output and values of a masked stream (− 1.2); a second partial gradient
+    # of the MLP's input, which adapters alone make (+ 0.25)
     **{
         f"the first of two backwards lets go of nothing: {family}": (
-            family, different, {**FLASH, "method": LOMO_BY_NORM, "seq_len": 256}, BACKWARD, 0.1,
+            family, different, {**FLASH, "method": LOMO_BY_NORM, "seq_len": 256, **choice}, BACKWARD, 0.1,
         )
-        for family, different in (("gpt2", PLAIN), ("qwen3", GATED), ("mixtral", {}), ("gemma2", GATED),
-                                  ("llama", GATED))
+        for family, different, choice in (
+            ("gpt2", PLAIN, {}), ("qwen3", GATED, {}), ("mixtral", {}, {}), ("gemma2", GATED, {}), ("llama", GATED, {}),
+            ("falcon", SMALL, {"attention": "sdpa"}),
+        )
     },
     # DoRA's norms on a packed base: forward was planned 47 too low, half of these the identity matrices that DoRA
     # multiplies

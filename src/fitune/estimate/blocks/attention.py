@@ -45,7 +45,11 @@ def attention_stages(
     yield with_linears(site, inputs, projections, input_has_gradient=site.gradient_enters)
     scores = _scores(site, output_needed=site.reads_input(output))
     yield (
-        replace(scores, backward=scores.backward + waiting)
+        replace(
+            scores,
+            backward=scores.backward + waiting,
+            backward_holding=scores.backward_holding + waiting,
+        )
         if passes
         else Stage(name=scores.name, forward=scores.forward)
     )
@@ -179,7 +183,9 @@ def _fallback_scores(site: Site, *, output_needed: bool) -> Stage:
     square, rows, pairs = shape.row_tokens**2, shape.rows, shape.pairs()
     if writes_stream_scores(site.plan):
         square, rows, pairs = shape.tokens**2, 1, shape.tokens**2
-    waiting = (rows > 1) - output_needed  # the output's gradient, less the output
+    # gradients of the probabilities and of the scores, in fp32, and CUDA's product of gradient and output; with dropout
+    # one, made while the dropped probabilities and then the noise are let go of. The output's while other rows wait
+    backward = (1 if dropped else 2 + site.on_cuda) * FP32 * n * square + t * e * (site.h + (rows > 1) * q)
     return Stage(
         name="attention",
         # the softmax, with dropout a mask of noise and the dropped probabilities; queries, keys and values in fp32,
@@ -190,7 +196,6 @@ def _fallback_scores(site: Site, *, output_needed: bool) -> Stage:
         # input, projections and their copies by heads; queries, keys and values in fp32, queries and keys scaled
         forward=(3 if dropped else 2) * FP32 * n * square
         + t * (e * (2 * site.h + 2 * q + 4 * k) + FP32 * (2 * q + 3 * k)),
-        # gradients of the probabilities and of the scores, in fp32, and CUDA's product of gradient and output; with
-        # dropout one, made while the dropped probabilities and then the noise are let go
-        backward=(1 if dropped else 2 + site.on_cuda) * FP32 * n * square + t * e * (site.h + waiting * q),
+        backward=backward - output_needed * t * e * q,
+        backward_holding=backward + FP32 * t * k,  # of the values
     )
