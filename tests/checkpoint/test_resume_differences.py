@@ -155,6 +155,10 @@ def test_other_devices_and_another_kind_are_one_line_each():
     found = {d.setting: (d.saved, d.wanted) for d in compare_plans(PLAN, wanted)}
     assert list(found) == ["hardware", "tuning.kind", "sharding.kind", "batch.accumulation"]
     assert found["hardware"][1] == "2 × cpu of 1.00 GiB"
+    slower = replace(PLAN, hardware=replace(PLAN.hardware, cpu_cores=9))
+    (rates,) = compare_plans(PLAN, slower)
+    assert rates.wanted == f"{rates.saved}, with other rates or links"
+    assert rates.allowed
     targets = compare_plans(PLAN, REFUSED["tuning.targets"])
     assert [(d.saved, d.wanted) for d in targets] == [("q_proj", "q_proj, v_proj")]
 

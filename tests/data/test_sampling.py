@@ -77,9 +77,11 @@ def test_weights_held_out_rows_and_packs_change_the_count(rows):
     assert guessed(file, val_fraction=0.1).rows == 90
     assert guessed(file, val_fraction=20, weight=2.0).rows == 160
     with pytest.raises(
-        DataError, match="no row is left to train on: val_fraction 200 holds out 100 of 100 rows"
+        DataError, match="no row is left to train on: val_fraction 200 holds out all 100 rows"
     ):
         guessed(file, val_fraction=200)
+    with pytest.raises(DataError, match="no row is left to train on\n"):
+        guessed(file, val_fraction=0.1, seq_len=8, on_long_row="drop")
     assert guessed(f"{file}#30").rows == 30
     assert guessed(file, packing=True, seq_len=100).units == -(-100 // (100 // tokens_of(40)))
 

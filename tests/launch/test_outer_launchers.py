@@ -1,5 +1,6 @@
 """``fitune train`` on two processes that torchrun, mpirun or srun started."""
 
+import json
 import os
 import socket
 import subprocess
@@ -59,6 +60,25 @@ def test_the_variables_of_mpirun_start_a_run(words, tmp_path):
         environments = [mpi(rank, MASTER_PORT=str(port)) for rank in range(2)]
         assert [code for code, _ in started(environments, words)] == [0, 0]
     assert report_of(tmp_path / "run").status == "complete"
+
+
+ELSEWHERE = "import os, socket; socket.gethostname = lambda: os.environ['MACHINE']; from fitune.cli import main; main()"
+
+
+def test_processes_on_two_machines_are_planned_as_two_nodes(words, tmp_path):
+    with kept_port() as port:
+        alone = {
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        environments = [
+            mpi(rank, MASTER_PORT=str(port), MACHINE=f"node-{rank}", **alone) for rank in range(2)
+        ]
+        ended = started(environments, ["-c", ELSEWHERE, *words[2:]])
+    assert [code for code, _ in ended] == [0, 0], ended
+    hardware = json.loads((tmp_path / "run" / "plan.json").read_text())["hardware"]
+    assert (hardware["nodes"], hardware["gpus_per_node"]) == (2, 1)
 
 
 def test_another_number_of_processes_than_asked_for_is_refused(words):

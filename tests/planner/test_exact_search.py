@@ -61,7 +61,7 @@ def require_best(request, method):
             speeds[stays] = max(speeds[stays], estimate.tokens_per_second)
     found, best = MethodSearch(request, method).fastest(), max(speeds.values())
     assert bool(found) == bool(best)
-    assert MethodSearch(request, method).fastest(alone=True)[:1] == found[:1]
+    assert MethodSearch(request, method).fastest(taken_only=True)[:1] == found[:1]
     if best:
         allowed = speeds[True] if speeds[True] >= OFFLOADED * best else best
         assert tokens_per_second(found[0]) >= INDISTINGUISHABLE * TIE * allowed

@@ -86,7 +86,7 @@ def test_a_run_ends_with_commands_that_are_true_for_it(settings):
     assert "convert_hf_to_gguf" in lines[-1]
 
 
-def test_what_a_server_cannot_take_names_the_export(shop, tmp_path):
+def test_what_a_server_cannot_take_names_the_export(shop, model_folder, tmp_path):
     copy = Path(shutil.copytree(shop, tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="transformers' server takes whole models") as caught:
         command(copy, "transformers")
@@ -96,6 +96,8 @@ def test_what_a_server_cannot_take_names_the_export(shop, tmp_path):
     with pytest.raises(CheckpointError, match="vLLM cannot take this adapter as it is: DoRA"):
         command(copy, "vllm")
     fitune.export(shop, tmp_path / "copy" / "merged", kind="merged")
+    plan = copy / "plan.json"  # what is merged needs no base
+    plan.write_text(plan.read_text().replace(str(model_folder), "/no/longer/there"))
     merged = command(copy, "vllm")
     assert value_of(merged, "--model") == str(copy / "merged")
     assert "--enable-lora" not in merged.argv

@@ -29,6 +29,7 @@ from fitune.checkpoint.state import Json, TrainState
 from fitune.errors import CheckpointError
 from fitune.files import read_bytes
 from fitune.units import text_table
+from fitune.values.machines.hardware import Hardware
 from fitune.values.model.model_spec import ModelSpec
 from fitune.values.plan import ClipByNorm, ClipByValue, Full, Plan, clip_in_backward
 from fitune.values.run_directory import moved, placed
@@ -181,6 +182,8 @@ def compare_plans(saved: Plan, wanted: Plan) -> list[Difference]:
         if any(setting.startswith(kind) and setting != f"{kind}kind" for kind in kinds):
             continue  # a setting of one kind has no counterpart in the other
         one, other = (_in_words(settings.get(setting, "–")) for settings in (before, after))
+        if setting == "hardware" and one == other:
+            other += ", with other rates or links"
         allowed, reason = _verdict(setting, saved, wanted)
         differences.append(
             Difference(setting=setting, saved=one, wanted=other, allowed=allowed, reason=reason)
@@ -283,11 +286,19 @@ def _clip(plan: Plan) -> ClipByValue | ClipByNorm:
 def _settings(plan: Plan) -> dict[str, Any]:
     """Each setting of ``plan`` as ``a.b[0].c`` -> value, without what is measured anew for every plan.
 
-    Devices are one setting, and so is a list of words or of a model's matrices.
+    The hardware is one setting, and so is a list of words or of a model's matrices.
     """
-    devices = devices_with_memory(replace(plan.hardware, taken_bytes=0, left_out=""))
+    hardware = replace(
+        plan.hardware,
+        nvme_bytes=0,
+        host_memory_bytes=0,
+        calibration=None,
+        taken_bytes=0,
+        left_out="",
+        measured=None,
+    )
     data = to_data(replace(plan, batch=replace(plan.batch, mean_row_tokens=0)))
-    return dict(_flat({**data, "hardware": devices}, ""))
+    return dict(_flat({**data, "hardware": hardware}, ""))
 
 
 def _flat(data: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -302,6 +313,8 @@ def _flat(data: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _in_words(value: Any) -> str:
+    if isinstance(value, Hardware):
+        return devices_with_memory(value)
     if not isinstance(value, list):
         return str(value)
     matrices = f"a list of {len(value)}" if value and isinstance(value[0], Mapping) else ""

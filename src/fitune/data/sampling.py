@@ -70,8 +70,8 @@ class RowSample:
             lengths += [n for n, _ in cut]
         if rows < 0.5 or not tokens:
             why = "no row is left to train on"
-            if wanted := self.data.val_fraction:
-                why += f": val_fraction {wanted:g} holds out {held_out * self._rows:,.0f} of {self._rows:,.0f} rows"
+            if held_out * self._rows > self._rows - 0.5:
+                why += f": val_fraction {self.data.val_fraction:g} holds out all {self._rows:,.0f} rows"
             raise DataError(why, hint="check val_fraction, on_long_row and the weights")
         units = rows / batch.example_rows
         if batch.packing:

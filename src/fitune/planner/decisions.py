@@ -295,7 +295,7 @@ def _faster_at_a_cost(
     best = AT_A_COST * chosen.estimate.tokens_per_second
     same = replace(request, hardware=plan.hardware)  # where money counts, these may be fewer than there are
     for words, loses, other in _lesser(request, method) if is_open else ():
-        found = MethodSearch(same, other, on_device=True).fastest(alone=True)
+        found = MethodSearch(same, other, on_device=True).fastest(taken_only=True)
         speed = tokens_per_second(found[0]) if found else 0.0
         if speed >= best:
             best, ratio = FURTHER_GAIN * speed, speed / chosen.estimate.tokens_per_second
@@ -334,7 +334,7 @@ def _fewer_nodes(request: Request, method: Method, chosen: Priced) -> Iterator[s
     if hardware.nodes == 1:
         return
     one_node = replace(request, hardware=replace(request.hardware, nodes=1, internode_bandwidth=0.0))
-    found = MethodSearch(one_node, method).fastest(alone=True)
+    found = MethodSearch(one_node, method).fastest(taken_only=True)
     speed = tokens_per_second(found[0]) if found else 0.0
     if speed > chosen.estimate.tokens_per_second:
         yield (

@@ -75,17 +75,17 @@ class MethodSearch:
     def _keeps_rules(self, placement: Placement, batch: Batch) -> bool:
         return keeps_rules(replace(self.draft(placement), batch=batch), *self.request.purposes)
 
-    def fastest(self, *, alone: bool = False) -> tuple[StepStages, ...]:
+    def fastest(self, *, taken_only: bool = False) -> tuple[StepStages, ...]:
         """The plan to take, then the best of every other placement and batch looked at; empty when none fits.
 
-        ``alone``: nothing is looked for that would only be shown beside the plan to take.
+        ``taken_only``: nothing is looked for that would only be shown beside the plan to take.
         """
         found: list[StepStages] = []
         best = plain = 0.0
         for bound, placement, step in self._by_bound():
             # what offloads is neither taken nor named where it is no faster than what does not
             shown = SHOWN * best, max(SHOWN * best, plain)
-            stays, offloads = least_speeds(best, plain) if alone else shown
+            stays, offloads = least_speeds(best, plain) if taken_only else shown
             if bound < min(stays, offloads):
                 break
             at_least = stays if placement.is_plain else offloads

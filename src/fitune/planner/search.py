@@ -102,10 +102,10 @@ class Searched:
     smallest: StepStages | None
 
 
-def search(request: Request, *, alone: bool = False) -> Iterator[Searched]:
+def search(request: Request, *, taken_only: bool = False) -> Iterator[Searched]:
     """Methods in the order of preference, until one fits; then only those that train something else.
 
-    ``alone``: of each method only the plan to take is looked for.
+    ``taken_only``: of each method only the plan to take is looked for.
     """
     fitting: list[Method] = []
     for method in filter(request.wanted, methods_for(request)):
@@ -115,7 +115,7 @@ def search(request: Request, *, alone: bool = False) -> Iterator[Searched]:
         searches = [MethodSearch(replace(request, hardware=some), method) for some in devices]
         searches = [one for one in searches if one.placements]
         if searches:
-            searched = _searched(request.recipe, method, searches, alone=alone)
+            searched = _searched(request.recipe, method, searches, taken_only=taken_only)
             fitting += [method] if searched.found else []
             yield searched
 
@@ -127,7 +127,7 @@ def first_choice(request: Request) -> Priced | None:
 
     def fitting() -> Iterator[Searched]:
         """Methods with plans that fit; ``smallest`` gets the smallest plan of each other method."""
-        for one in search(request, alone=True):
+        for one in search(request, taken_only=True):
             if one.smallest is not None:
                 smallest.append(one.smallest)
             else:
@@ -187,12 +187,14 @@ def _kind(method: Method) -> tuple[str, str]:
     return type(method.tuning).__name__, base
 
 
-def _searched(recipe: Recipe, method: Method, searches: Sequence[MethodSearch], *, alone: bool) -> Searched:
+def _searched(
+    recipe: Recipe, method: Method, searches: Sequence[MethodSearch], *, taken_only: bool
+) -> Searched:
     if recipe.objective == "least-memory":
         found = [step for one in searches if (step := one.smallest()) is not None and fits(step)]
         ranked = sorted(found, key=lambda step: predict(step.plan).peak_bytes)
     else:
-        ranked = _best_first([one.fastest(alone=alone) for one in searches])
+        ranked = _best_first([one.fastest(taken_only=taken_only) for one in searches])
     if ranked:
         return Searched(method=method, found=tuple(ranked), smallest=None)
     smallest = [step for one in searches if (step := one.smallest()) is not None]

@@ -168,7 +168,8 @@ def wanted_hardware(recipe: Recipe) -> Hardware:
         nodes = -(-gpus // most)
         raise HardwareError(
             f"gpus = {gpus} is the number in one node, and machines with {recipe.gpu} have {most} at most",
-            hint=f"--gpus {most} --nodes {nodes}; --nodes 1 beside it if one machine really has {gpus}",
+            hint=f"--gpus {most} --nodes {nodes}"
+            + (f"; --nodes 1 beside it if one machine really has {gpus}" if most > 1 else ""),
         )
     found = resolve_hardware(
         gpu=recipe.gpu, gpus=recipe.gpus, nodes=recipe.nodes, host_memory_bytes=recipe.host_memory,

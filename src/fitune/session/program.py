@@ -6,6 +6,7 @@ Each node starts its own ranks, and node 0 decides.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -85,8 +86,8 @@ def train_program(
                 first = None if place.node else first_attempt(recipe, overwrite=overwrite, emit=emit)
                 return train_by_ranks(first if isinstance(first, Attempt) else None, recipe, nodes, emit=emit)
         emit = emit if ranks.is_first else ignore_event
-        if not ranks.is_alone and recipe.gpus is None:  # the other launcher says how many
-            recipe = recipe.model_copy(update={"gpus": max(1, ranks.world // recipe.nodes)})
+        if not ranks.is_alone:
+            recipe = _as_launched(recipe, ranks)
         attempt = first_attempt(recipe, overwrite=overwrite, emit=emit, ranks=ranks)
         if not isinstance(attempt, Attempt):
             return 0
@@ -94,6 +95,15 @@ def train_program(
             require_one_machine(attempt.plan)
             return train_by_ranks(attempt, recipe, ONE_NODE, emit=emit)
         return attempt_program(attempt, emit=emit, in_child=in_child, ranks=ranks)
+
+
+def _as_launched(recipe: Recipe, ranks: Ranks) -> Recipe:
+    """The recipe for the machines and the processes on each that another launcher started, where it leaves them
+    open."""
+    machines = len(set(ranks.gathered(socket.gethostname())))
+    nodes = recipe.nodes if "nodes" in recipe.model_fields_set else machines
+    gpus = recipe.gpus or max(1, ranks.world // nodes)
+    return recipe.model_copy(update={"nodes": nodes, "gpus": gpus})
 
 
 def require_one_machine(plan: Plan) -> None:
@@ -125,8 +135,8 @@ def train_by_ranks(attempt: Attempt | None, recipe: Recipe, nodes: OneNode, *, e
                 mine = f"rank {first}" if each == 1 else f"ranks {first}–{first + each - 1}"
                 emit(
                     Note(
-                        f"here: {mine} of {plan.hardware.num_gpus}; {nodes.name(0)} tells how it goes, and what is "
-                        f"printed here is in {plan.run.output_dir}/{LOGS}"
+                        f"here: {mine} of {plan.hardware.num_gpus}; {nodes.name(0)} tells how it goes, and "
+                        f"their output is in {plan.run.output_dir}/{LOGS}"
                     )
                 )
             else:

@@ -248,7 +248,7 @@ def require_same_on_all(ranks: Ranks, plan: Plan, *, rows: str, base: str) -> No
     if ranks.world != plan.hardware.num_gpus:
         raise HardwareError(
             f"the plan is for {counted(plan.hardware.num_gpus, 'rank')}, and {ranks.world} were started",
-            hint=f"gpus: {ranks.world}, or start {plan.hardware.num_gpus}",
+            hint=f"gpus: {max(1, ranks.world // plan.hardware.nodes)}, or start {plan.hardware.num_gpus}",
         )
     if plan.hardware.nodes > 1 and ranks.local == 0 and not base:  # each reads its own copy of them
         base = weights_identity(plan.model_path)

@@ -20,7 +20,7 @@ from fitune.data.conversations.messages import Message
 from fitune.data.conversations.templates import ChatTemplate
 from fitune.data.conversations.tool_calls import calls_in_text
 from fitune.data.reading.rows import BadRow
-from fitune.errors import FituneError, RecipeError
+from fitune.errors import FituneError, RecipeError, first_line
 from fitune.score.answers import Line, answer_text, written_rows
 from fitune.score.asking import Asker
 from fitune.score.engines.opening import check_engine, open_texts
@@ -50,8 +50,10 @@ def try_graders(graders: Sequence[Grader]) -> None:
             error.message = f"grader {grader.name!r}: {error.message}"  # a model, a server of its own
             raise
         except Exception as error:  # a file of Python may raise anything
-            first_line = str(error).partition("\n")[0]  # jsonschema's has ten
-            raise RecipeError(f"grader {grader.name!r}: {type(error).__name__}: {first_line}") from None
+            # jsonschema's has ten lines
+            raise RecipeError(
+                f"grader {grader.name!r}: {type(error).__name__}: {first_line(error)}"
+            ) from None
 
 
 def grade_shards(shards: Shards, graders: Sequence[Grader]) -> None:

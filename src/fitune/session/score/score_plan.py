@@ -59,7 +59,7 @@ def weights_and_adapter(model: str, adapter: str) -> tuple[str, str]:
     if is_base:
         return model, adapter
     found = find_model(model)
-    if adapter and found.adapter:
+    if adapter and found.adapter not in ("", adapter):
         raise RecipeError(
             f"--model {model} has the adapter {found.adapter}, and --adapter names {adapter}",
             hint=f"keep one of them; its base is {found.model}",

@@ -47,8 +47,6 @@ def serve_command(
     Raises CheckpointError for an adapter that the server cannot take, MissingExtra for a server that is not installed.
     """
     named = find_model(word)
-    with reading(named.model, "the model cannot be read"):
-        model_folder(named.model)
     try:
         python = python_of_vllm()
     except MissingExtra:
@@ -81,8 +79,8 @@ def _by_vllm(named: NamedModel, python: str, *, host: str, port: int, context: i
     argv += ["--host", host, "--port", str(port)]
     if python and choose_device().type == "cpu":  # without one here the command is for another machine
         argv.append("--enforce-eager")
-    if dtype := stored_dtype(model_folder(model)):
-        argv += ["--dtype", str(dtype).removeprefix("torch.")]
+    if dtype := _dtype_of(model):
+        argv += ["--dtype", dtype]
     if length := context or getattr(read_config(model).get_text_config(), "max_position_embeddings", 0):
         argv += ["--max-model-len", str(length)]
     template = Path(named.texts if adapter else model) / "chat_template.jinja"
@@ -104,9 +102,15 @@ def _by_transformers(named: NamedModel, *, host: str, port: int) -> Served:
     folder = str(Path(model).resolve()) if Path(model).is_dir() else model
     argv = [sys.executable, "-m", "transformers.cli.transformers", "serve", *_model_words(folder)]
     argv += ["--host", host, "--port", str(port)]
-    if dtype := stored_dtype(model_folder(model)):
-        argv += ["--dtype", str(dtype).removeprefix("torch.")]
+    if dtype := _dtype_of(model):
+        argv += ["--dtype", dtype]
     return Served(argv=tuple(argv), name=folder, url=_url(host, port))
+
+
+def _dtype_of(model: str) -> str:
+    """The type of its weights; empty where it is not trained in. Raises ModelError for a model that is not there."""
+    with reading(model, "the model cannot be read"):
+        return str(stored_dtype(model_folder(model)) or "").removeprefix("torch.")
 
 
 def _model_words(folder: str) -> list[str]:
