@@ -227,6 +227,7 @@ def test_fleet_files_that_cannot_be_used(tmp_path, text, words):
         ("gpu: h100, nodes: two", "nodes = 'two': expected a number, found 'two'", "nodes: 2"),
         ("gpu: h100, nodes: 0", "nodes is 0", "free: 0 where all of them are taken now"),
         ("gpu: h100, nodes: 2, free: 5", "free = 5, more than its nodes = 2", "nodes: 5, or free: 2"),
+        ("gpu: dgx-spark, gpus: 2, nodes: 3", "a dgx-spark is alone in its machine", "gpus: 1, nodes: 6"),
         ("gpu: h100, wait: soon", "wait = 'soon': ", "wait: 2h"),
         ("gpu: h100, host_memory: 512", "host_memory = 512: ", "host_memory: 1800GiB"),
         ("gpu: h100, job: {quue: x}", "unknown key 'quue'; did you mean 'queue'?", "settings are name, image, "),

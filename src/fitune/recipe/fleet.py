@@ -27,7 +27,7 @@ from fitune.recipe.types import (
     Text,
     as_name,
 )
-from fitune.values.machines.gpus import BY_FIGURES, find_gpu
+from fitune.values.machines.gpus import BY_FIGURES, find_gpu, most_gpus
 
 Objective = Literal["fastest", "cheapest", "soonest"]
 Source = Literal["nodes", "kueue", "slurm", "ray"]
@@ -154,4 +154,9 @@ def _cluster(entry: Any, number: int, source: str) -> Cluster:
             hint = hint.replace(option, key)
         message = error.message.replace("--on ", "with kind: ")
         raise type(error)(f"{where}: {message}", hint=hint or None) from None
+    if cluster.gpus > 1 and most_gpus(gpu.name) == 1:
+        raise RecipeError(
+            f"{where}: gpus = {cluster.gpus}, and a {gpu.name} is alone in its machine: it has the host's memory",
+            hint=f"gpus: 1, nodes: {cluster.gpus * cluster.nodes}",
+        )
     return cluster.model_copy(update={"gpu": gpu.name})

@@ -142,7 +142,8 @@ def method_recipe(recipe: Recipe, name: str, directory: Path) -> Recipe:
 
 
 def _tuning(recipe: Recipe, name: str) -> Tuning:
-    """The kind of ``name`` alone: what is wrong in the recipe's words for adapters keeps no other method out."""
+    """A tuning of the kind that ``name`` trains, for its usual learning rate. What the recipe says of adapters is not
+    read: what is wrong there keeps no other method out."""
     if name == "full":
         return Full()
     if name in ("lomo", "adalomo"):

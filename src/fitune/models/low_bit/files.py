@@ -193,12 +193,17 @@ def _looked_up(table: Sequence[float], packed: Tensor, *, low_first: bool, dtype
     return as_one[packed.int()].view(dtype)
 
 
+_IN_16_BITS = "the model in 16 bits: fitune packs it itself"
+
+
 def _part(stored: Mapping[str, StoredTensor], name: str, of: str, *dtypes: str) -> StoredTensor:
     """``name``, of one of ``dtypes``, which belongs to the tensor ``of``."""
     if name not in stored:
         raise ModelError(f"{stored[of].file}: {of} is stored in few bits, and {name} is missing", hint=AGAIN)
     if (part := stored[name]).dtype not in dtypes:
-        raise ModelError(f"{part.file}: {name} holds {part.dtype}, not {' or '.join(dtypes)}", hint=AGAIN)
+        raise ModelError(
+            f"{part.file}: {name} holds {part.dtype}, not {' or '.join(dtypes)}", hint=_IN_16_BITS
+        )
     return part
 
 
