@@ -158,7 +158,7 @@ def test_the_rehearsal_has_the_new_rows(make_plan):
 def test_the_marks_of_chatml_are_added_as_special_tokens(make_plan):
     with pytest.raises(RecipeError, match="the tokenizer has no token") as refused:
         make_plan(chat_template="chatml", added_tokens=CHATML_MARKS[:1])
-    assert refused.value.hint.startswith("added_tokens: ['<|im_end|>']")
+    assert "added_tokens: ['<|im_end|>']" in refused.value.hint
     tokenizer = planned_tokenizer(make_plan(chat_template="chatml", added_tokens=[*CHATML_MARKS, "<think>"]))
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
     assert [added[token] for token in (*CHATML_MARKS, "<think>")] == [True, True, False]
