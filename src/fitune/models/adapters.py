@@ -51,9 +51,11 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, dtype: torch.dtype, seed
         bias="none",
         task_type="CAUSAL_LM",
     )
-    # PEFT's (up to 0.21 at least) makes a trained Parameter of a frozen weight: autograd keeps its input, computes its
-    # gradient, which nobody reads, and holds on to weights that were brought to the device for one block
-    dora.transpose = _transposed  # type: ignore[attr-defined]
+    if lora.dora:
+        # PEFT's (up to 0.21 at least) makes a trained Parameter of a frozen weight: autograd keeps its input, computes
+        # its gradient, which nobody reads, and holds on to weights that were brought to the device for one block. It is
+        # called in each forward, so no context could put PEFT's back; mypy: it is PEFT's own import, not exported
+        dora.transpose = _transposed  # type: ignore[attr-defined]
     torch.manual_seed(seed)
     # DoRA computes its first norms from parameters; no graph may hold on to them
     with torch.no_grad(), stacks_shown(model), names_as_given():

@@ -140,15 +140,12 @@ _KEY_EQUALS = re.compile(r"((?:^|,)\s*[\w.-]+)\s*=")
 
 def changed_recipe(recipe: Recipe, change: str) -> Recipe:
     """The recipe with the settings of ``zero: 3, backend: fsdp`` on top. Raises RecipeError as a recipe would."""
-    if not any(mark in change for mark in ":="):
-        raise RecipeError(
-            f"--why {change!r} sets nothing",
-            hint='settings as in a recipe: "zero: 3, backend: fsdp"',
-        )
     text = change if change.lstrip().startswith("{") else "{" + _KEY_EQUALS.sub(r"\1: ", change) + "}"
     wanted = parse_value(text, where="--why")
     if not isinstance(wanted, dict) or not wanted or None in wanted.values():
-        raise RecipeError("--why sets nothing", hint='--why "zero: 3"')
+        raise RecipeError(
+            f"--why {change!r} sets nothing", hint='settings as in a recipe: "zero: 3, backend: fsdp"'
+        )
     return parse_recipe({**given_keys(recipe), **canonical_keys(wanted, where="--why")}, where="--why")
 
 

@@ -41,7 +41,7 @@ class TrainingRanking(Ranking[TrainingOffer]):
 
     @property
     def all_offers(self) -> tuple[TrainingOffer, ...]:
-        """Those that keep what is wanted, and those that do not."""
+        """Returns every offer: first those that keep the deadline and the budget, then those that do not."""
         return (*self.offers, *(offer for offer, _ in self.refused))
 
     @property
